@@ -1,0 +1,1 @@
+"""What a recipe may say: the schema, its composition from YAML groups, and the errors that help."""

@@ -1,0 +1,1 @@
+"""Where prompts come from and where groups wait; everything here can be checkpointed."""

@@ -1,0 +1,1 @@
+"""The processes that serve and train, blind to each other."""

@@ -1,0 +1,1 @@
+"""A small CPU server that speaks SGLang's HTTP API."""

@@ -1,0 +1,1 @@
+"""The Megatron-Core trainer rank: model, weights, train step and checkpoint."""

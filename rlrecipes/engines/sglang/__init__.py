@@ -1,0 +1,1 @@
+"""SGLang server processes, the router in front of them, and the HTTP client to both."""

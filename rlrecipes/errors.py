@@ -1,0 +1,130 @@
+"""Every error a user can meet. Owns the tree and its exit codes; refuses to format for any one output.
+
+    RecipeError                     where (dotted path), problem, fix
+    |-- InputError                  exit code 2: what was asked for cannot be done
+    |   |-- ConfigError             one or more problems in a recipe, a Plan or an override
+    |   `-- DataError               a prompt file that is missing, empty or malformed
+    `-- RunError                    exit code 1: a run that was fine to start has failed
+        |-- EngineError             a serving engine or router did not start, died or answered wrongly
+        |-- TrainerError            a trainer rank died, or its numbers are not finite
+        |-- WeightSyncError         weights did not arrive, or arrived different
+        |-- CheckpointError         a checkpoint cannot be written or read
+        `-- ContractError           a part (ours or a plugin's) broke the protocol it implements
+
+A failed rollout is data (``Rollout.status``), never one of these. ``Interrupted`` stands beside the tree: a signal
+asked the run to stop, and it did so in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        where: dotted path of the value (``algo.group_size``), or ``file:line``.
+        problem: what is wrong, with the offending value.
+        fix: what to do about it; the nearest right spelling or value where there is one.
+        origin: where the value was set (``override``, ``conf/algo/grpo.yaml``); empty when unknown.
+    """
+
+    where: str
+    problem: str
+    fix: str
+    origin: str = ""
+
+    def __str__(self) -> str:
+        origin = f" (set in {self.origin})" if self.origin else ""
+        return f"{self.where}{origin}: {self.problem}\n    fix: {self.fix}"
+
+
+class RecipeError(Exception):
+    """Base of all errors meant for a user.
+
+    Args:
+        where: dotted path or ``file:line`` of the fault.
+        problem: what is wrong.
+        fix: what to do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, where: str, problem: str, fix: str) -> None:
+        super().__init__(where, problem, fix)
+        self.problems: tuple[Problem, ...] = (Problem(where, problem, fix),)
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+
+class InputError(RecipeError):
+    """What was asked for cannot be done; nothing was started."""
+
+    exit_code = 2
+
+
+class ConfigError(InputError):
+    """All problems found in a recipe, a Plan or an override, reported together."""
+
+    @classmethod
+    def from_problems(cls, problems: Sequence[Problem]) -> ConfigError:
+        """Build one error from every problem found.
+
+        Args:
+            problems: at least one.
+
+        Raises:
+            ValueError: ``problems`` is empty.
+        """
+        if not problems:
+            raise ValueError("ConfigError needs at least one problem")
+        error = cls(problems[0].where, problems[0].problem, problems[0].fix)
+        error.problems = tuple(problems)
+        return error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (ConfigError.from_problems, (self.problems,))
+
+
+class DataError(InputError):
+    """A prompt file is missing, empty or malformed."""
+
+
+class RunError(RecipeError):
+    """A run that was fine to start has failed."""
+
+
+class EngineError(RunError):
+    """A serving engine or router did not start, died or answered wrongly."""
+
+
+class TrainerError(RunError):
+    """A trainer rank died, or its numbers are not finite."""
+
+
+class WeightSyncError(RunError):
+    """Weights did not arrive at an engine, or arrived different."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint cannot be written or read."""
+
+
+class ContractError(RunError):
+    """A part broke the protocol it implements."""
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM asked the run to stop: it checkpoints, stops its children and exits.
+
+    Args:
+        signal_number: the signal received; the exit code is 128 plus it.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.signal_number = signal_number

@@ -1,0 +1,1 @@
+"""A recipe and a cluster resolved into a frozen Plan, offline: no torch, ray, sglang or megatron here."""

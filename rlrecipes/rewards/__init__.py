@@ -1,0 +1,1 @@
+"""Verifiers: what a rollout is worth."""

@@ -1,0 +1,1 @@
+"""From prompts to scored groups to samples, over the engines' HTTP API."""

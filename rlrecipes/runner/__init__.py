@@ -1,0 +1,1 @@
+"""Executes a Plan: the only room that turns its nodes into objects and processes."""

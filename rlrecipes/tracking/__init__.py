@@ -1,0 +1,1 @@
+"""Metrics from the loop to files, MLflow, the terminal and pictures."""
