@@ -51,6 +51,33 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How an engine samples; every field is sent with every request, so no server-side default decides anything.
+
+    Attributes:
+        max_new_tokens: most tokens to generate, at least 1.
+        temperature: > 0 divides the logits; 0 is greedy.
+        top_p: in (0, 1]; 1 keeps all.
+        top_k: at least 1, or -1 to keep all.
+        min_new_tokens: no stop before so many.
+        stop: strings that end the answer.
+        stop_token_ids: tokens that end it, beside the end-of-sequence token.
+        ignore_eos: whether the end-of-sequence token does not end it.
+        seed: of this request; None leaves the engine free.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One answer of one engine.
 
