@@ -1,0 +1,230 @@
+"""The Plan: everything the Runner needs and nothing it must decide. Owns its shape, its hash and its YAML.
+
+Nodes that a recipe states outright are the recipe's own sections; the rest is derived by resolve.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from rlrecipes.config.schema import (
+    DataConfig,
+    GrpoConfig,
+    ModelShapes,
+    NativeOptions,
+    OptimConfig,
+    RewardConfig,
+    RolloutConfig,
+    ScheduleConfig,
+    Section,
+    SftConfig,
+    TrackingConfig,
+    WeightSyncConfig,
+)
+from rlrecipes.errors import ConfigError
+
+PLAN_VERSION = 1
+
+
+class DeviceNode(Section):
+    """One place a process may own.
+
+    Attributes:
+        node: index into ``Plan.nodes``.
+        gpu: index on that node; None on CPU.
+    """
+
+    node: int
+    gpu: int | None
+
+
+class HostNode(Section):
+    """One machine of the cluster."""
+
+    name: str
+    num_cpus: int
+    num_gpus: int
+    memory_bytes: int
+
+
+class ModelNode(Section):
+    """The trained model, its facts settled."""
+
+    name: str
+    family: Literal["qwen2", "qwen3", "llama"]
+    path: str
+    """HF directory; made at start when ``is_random``."""
+    is_random: bool
+    init_seed: int
+    alphabet: str | None
+    shapes: ModelShapes
+    dtype: Literal["float32", "bfloat16"]
+    num_parameters: int
+    flops_per_token: float
+    """Forward and backward, without attention's quadratic part."""
+
+
+class TrainerNode(Section):
+    """The trainer ranks and what each is built with."""
+
+    device: Literal["cpu", "cuda"]
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    data_parallel_size: int
+    sequence_parallel: bool
+    max_tokens_per_micro_batch: int
+    num_threads: int
+    is_deterministic: bool
+    needs_reference: bool
+    seed: int
+    temperature: float
+    """Divides the logits of every trainer logprob, as the engine does."""
+    num_train_steps_total: int
+    """Length of the learning-rate schedule."""
+    optim: OptimConfig
+    megatron: NativeOptions
+    devices: tuple[DeviceNode, ...]
+    """[num_ranks], in rank order (TP fastest, then DP, then PP)."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Trainer processes."""
+        return len(self.devices)
+
+
+class ProcessNode(Section):
+    """One process to start.
+
+    ``command`` may hold ``{python}``, ``{port}``, ``{model_path}`` and ``{worker_urls}``, filled in on its host.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    env: dict[str, str]
+    python: str | None
+    devices: tuple[DeviceNode, ...]
+    start_timeout_s: float
+
+
+class ServerGroupNode(Section):
+    """Engines with the same worker type and layout."""
+
+    name: str
+    worker_type: Literal["regular"]
+    engine: Literal["embedded", "sglang"]
+    gpus_per_engine: int
+    engines: tuple[ProcessNode, ...]
+
+
+class ServedModelNode(Section):
+    """One model, its engines, and the router in front of them."""
+
+    name: str
+    path: str
+    is_updated: bool
+    router: ProcessNode
+    server_groups: tuple[ServerGroupNode, ...]
+
+    @property
+    def engines(self) -> tuple[ProcessNode, ...]:
+        """Engines of all groups, in order."""
+        return tuple(engine for group in self.server_groups for engine in group.engines)
+
+
+class BatchNode(Section):
+    """Batch arithmetic, exact.
+
+    ``rollouts_per_step = prompts_per_step x group_size = rollouts_per_train_step x num_train_steps``.
+    """
+
+    prompts_per_step: int
+    group_size: int
+    rollouts_per_step: int
+    num_train_steps: int
+    prompts_per_train_step: int
+    rollouts_per_train_step: int
+    max_sample_tokens: int
+
+
+class SyncRouteNode(Section):
+    """From the trainer to one updated model."""
+
+    served_model: str
+    transport: Literal["tensor", "distributed", "disk"]
+    num_receiving_ranks: int
+
+
+class Plan(Section):
+    """The resolved, frozen, hashable description of a run."""
+
+    version: int
+    name: str
+    run_dir: str
+    runs_dir: str
+    resume: Literal["auto", "never", "required", "accept_changes"]
+    seed: int
+    is_deterministic: bool
+    hosts: tuple[HostNode, ...]
+    model: ModelNode
+    algo: Annotated[GrpoConfig | SftConfig, Field(discriminator="kind")]
+    batch: BatchNode
+    trainer: TrainerNode
+    served_models: tuple[ServedModelNode, ...]
+    weight_sync: WeightSyncConfig
+    sync_routes: tuple[SyncRouteNode, ...]
+    data: DataConfig
+    reward: RewardConfig
+    rollout: RolloutConfig
+    schedule: ScheduleConfig
+    tracking: TrackingConfig
+    notes: tuple[str, ...]
+    """What a reader should know: consequences of the choices made."""
+    provenance: dict[str, str]
+    """Dotted path of a recipe value -> where it was set."""
+
+    @property
+    def policy(self) -> ServedModelNode | None:
+        """The served model being trained; None where nothing is served (SFT without evaluation)."""
+        return next((model for model in self.served_models if model.name == "policy"), None)
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data of the whole Plan."""
+        data: dict[str, Any] = json.loads(self.model_dump_json())
+        return data
+
+    def to_yaml(self) -> str:
+        """YAML that :func:`load_plan` reads back to an equal Plan."""
+        return yaml.safe_dump(self.to_data(), sort_keys=False, allow_unicode=True, width=120)
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits over everything but provenance and notes; equal Plans run equally."""
+        data = self.to_data()
+        del data["provenance"], data["notes"]
+        canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a Plan saved as YAML.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or is not a Plan of this version.
+    """
+    fix = "save one with `rlrecipes plan recipe=... --save plan.yaml`"
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(str(path), f"cannot be read: {error}", fix) from error
+    if not isinstance(data, dict) or data.get("version") != PLAN_VERSION:
+        raise ConfigError(str(path), f"is not a Plan of version {PLAN_VERSION}", fix)
+    try:
+        return Plan.model_validate_json(json.dumps(data))
+    except (ValidationError, TypeError) as error:
+        raise ConfigError(str(path), f"is not a valid Plan: {error}", fix) from error
