@@ -3,7 +3,7 @@
     RecipeError                     where (dotted path), problem, fix
     |-- InputError                  exit code 2: what was asked for cannot be done
     |   |-- ConfigError             one or more problems in a recipe, a Plan or an override
-    |   `-- DataError               a prompt file that is missing, empty or malformed
+    |   `-- DataError               one or more problems in a prompt file: missing, empty, malformed
     `-- RunError                    exit code 1: a run that was fine to start has failed
         |-- EngineError             a serving engine or router did not start, died or answered wrongly
         |-- TrainerError            a trainer rank died, or its numbers are not finite
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,8 @@ class InputError(RecipeError):
 
     exit_code = 2
 
-
-class ConfigError(InputError):
-    """All problems found in a recipe, a Plan or an override, reported together."""
-
     @classmethod
-    def from_problems(cls, problems: Sequence[Problem]) -> ConfigError:
+    def from_problems(cls, problems: Sequence[Problem]) -> Self:
         """Build one error from every problem found.
 
         Args:
@@ -81,17 +78,21 @@ class ConfigError(InputError):
             ValueError: ``problems`` is empty.
         """
         if not problems:
-            raise ValueError("ConfigError needs at least one problem")
+            raise ValueError(f"{cls.__name__} needs at least one problem")
         error = cls(problems[0].where, problems[0].problem, problems[0].fix)
         error.problems = tuple(problems)
         return error
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (ConfigError.from_problems, (self.problems,))
+        return (type(self).from_problems, (self.problems,))
+
+
+class ConfigError(InputError):
+    """All problems found in a recipe, a Plan or an override, reported together."""
 
 
 class DataError(InputError):
-    """A prompt file is missing, empty or malformed."""
+    """All problems found in a prompt file (missing, empty, malformed), reported together."""
 
 
 class RunError(RecipeError):
