@@ -1,0 +1,99 @@
+"""Prompts with the response to imitate, as an endless stream of samples. Owns the loss mask of SFT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlrecipes.data.encoding import PromptEncoder
+from rlrecipes.data.order import compute_row_number
+from rlrecipes.data.rows import ProblemList, Row, RowKeys, build_rows, run_checked, to_field
+from rlrecipes.errors import DataError
+from rlrecipes.types import Sample
+
+
+class SftSource:
+    """Samples of one file, epoch after epoch, each epoch in its own order.
+
+    The prompt is encoded exactly as for a rollout, the response by itself, and the end-of-sequence token follows: what
+    is imitated is, token by token, what an engine would have had to generate. Response and end are trained.
+
+    Args:
+        path: JSONL; each line an object.
+        encoder: renders and tokenizes prompts; its tokenizer also encodes responses.
+        keys: where the prompt and the response stand in a row.
+        seed: of the run; decides the order.
+        should_shuffle: False keeps the file's order.
+        max_sample_tokens: a longer prompt and response together are an error of the data.
+
+    Raises:
+        DataError: the file is missing, empty, or has bad lines (all reported together), or the tokenizer has no
+            end-of-sequence token.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        encoder: PromptEncoder,
+        keys: RowKeys,
+        seed: int,
+        should_shuffle: bool,
+        max_sample_tokens: int,
+    ) -> None:
+        self._seed = seed
+        self._should_shuffle = should_shuffle
+        self._encoder = encoder
+        self._max_sample_tokens = max_sample_tokens
+        if encoder.tokenizer.eos_token_id is None:
+            raise DataError("tokenizer", "has no end-of-sequence token, so no response can end", "give it an eos_token")
+        problems = ProblemList(Path(path))
+        rows = build_rows(problems.path, problems)
+        prompt_ids = encoder.to_token_ids(encoder.to_texts(rows, keys.prompt, problems), problems)
+
+        def convert(row: Row, problems: ProblemList) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+            response = to_field(row, keys.response, (str,), "a string", problems)
+            if response is None or row.line not in prompt_ids:
+                return None
+            return self._join(prompt_ids[row.line], response, row.line, problems)
+
+        self._rows = [converted for _, converted in run_checked(rows, convert, problems)]
+
+    def _join(
+        self, prompt_ids: tuple[int, ...], response: str, line: int, problems: ProblemList
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        tokenizer = self._encoder.tokenizer
+        response_ids = (*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in response_ids:
+            problems.add(line, "the response has text that the tokenizer does not know", "use the characters it knows")
+            return None
+        num_tokens = len(prompt_ids) + len(response_ids)
+        if num_tokens > self._max_sample_tokens:
+            problem = f"prompt and response have {num_tokens} tokens, more than {self._max_sample_tokens}"
+            problems.add(line, problem, "shorten the response, or raise the limit")
+            return None
+        return prompt_ids, response_ids
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the file: samples of one epoch."""
+        return len(self._rows)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def sample(self, index: int) -> Sample:
+        """Sample at a position of the endless stream.
+
+        Args:
+            index: 0 or more; ``index // num_rows`` is the epoch.
+        """
+        prompt_ids, response_ids = self._rows[
+            compute_row_number(index, num_rows=self.num_rows, seed=self._seed, should_shuffle=self._should_shuffle)
+        ]
+        return Sample(
+            token_ids=prompt_ids + response_ids,
+            loss_mask=(False,) * len(prompt_ids) + (True,) * len(response_ids),
+            rollout_logprobs=None,
+            prompt_index=index,
+            sibling=0,
+        )

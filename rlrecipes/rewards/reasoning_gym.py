@@ -1,0 +1,52 @@
+"""Answers to reasoning-gym tasks, judged by each task's own verifier. Owns nothing but the way there.
+
+Rows must carry what ``data.reasoning_tasks`` writes under metadata: ``dataset`` and ``entry``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, cast
+
+from rlrecipes.rewards.extraction import Extraction, check_extraction, extract_answer
+from rlrecipes.rewards.verifiers import RewardResult, Verifier
+from rlrecipes.types import Rollout
+
+
+@lru_cache
+def _score_function(dataset: str) -> Callable[..., float]:
+    from reasoning_gym import get_score_answer_fn
+
+    return cast("Callable[..., float]", get_score_answer_fn(dataset))
+
+
+def build_reasoning_gym_verifier(
+    *, extraction: Extraction = "whole", marker: str = "", should_give_partial: bool = False
+) -> Verifier:
+    """Build a verifier that asks the task's own.
+
+    Importing reasoning-gym takes about 4 s; it happens here, so that no rollout's time includes it.
+
+    Args:
+        extraction: where the answer stands in the response.
+        marker: for ``after_marker``.
+        should_give_partial: False counts only a full score (1.0). Many tasks give a part of it for a text that merely
+            contains the answer, or even for a wrong one in the right form, which a policy learns to exploit.
+
+    Raises:
+        ConfigError: a bad option.
+    """
+    check_extraction(extraction, marker)
+    import reasoning_gym  # noqa: F401
+
+    def verify(rollout: Rollout) -> RewardResult:
+        metadata: Any = rollout.prompt.metadata
+        if "dataset" not in metadata or "entry" not in metadata:
+            raise ValueError("the prompt's metadata lacks dataset and entry, which data.tasks writes")
+        answer = extract_answer(rollout.text, extraction=extraction, marker=marker)
+        score = float(_score_function(metadata["dataset"])(answer, metadata["entry"]))
+        value = score if should_give_partial else float(score >= 1.0)
+        return RewardResult(value, {"task_score": score})
+
+    return verify
