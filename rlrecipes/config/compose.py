@@ -1,0 +1,225 @@
+"""YAML groups and overrides composed into a RunConfig. The only user of Hydra and OmegaConf outside cli/.
+
+Hydra alone is not strict: a misspelt key passes inside YAML and with ``+``. So every value override is handed to
+Hydra as ``++`` (it never complains) and the closed schema judges the whole result, all problems at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises instead of printing and exiting
+
+import hydra
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+    SearchPathException,
+)
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlrecipes.config.origins import Origins, read_origins
+from rlrecipes.config.schema import RunConfig
+from rlrecipes.config.suggest import did_you_mean
+from rlrecipes.config.validation import validate
+from rlrecipes.errors import ConfigError, Problem
+
+CONFIG_MODULE = "rlrecipes.conf"
+_CONF_DIR = Path(__file__).parent.parent / "conf"
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedRecipe:
+    """A validated recipe and where each of its values was set.
+
+    Attributes:
+        config: the recipe.
+        origins: dotted path -> ``file:line`` or ``override``.
+        overrides: as given, for the record.
+    """
+
+    config: RunConfig
+    origins: Origins
+    overrides: tuple[str, ...]
+
+
+def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> ComposedRecipe:
+    """Compose and validate a recipe, from a library rather than the command line.
+
+    Args:
+        overrides: Hydra overrides, e.g. ``["recipe=quickstart_grpo", "algo.group_size=4"]``.
+        config_dir: an extra directory of groups; it wins over ours.
+
+    Raises:
+        ConfigError: every problem found.
+    """
+    config_dirs = [config_dir] if config_dir else []
+    prepared = prepare_overrides(overrides, config_dirs)
+    try:
+        return _compose(prepared, config_dirs)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise _explain(error, prepared, config_dirs) from error
+
+
+def _compose(prepared: Sequence[str], config_dirs: Sequence[Path]) -> ComposedRecipe:
+    paths = ",".join(f"'file://{directory.absolute()}'" for directory in config_dirs)
+    words = [*prepared, f"hydra.searchpath=[{paths}]"] if paths else list(prepared)
+    with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+        return to_recipe(hydra.compose("config", overrides=words), words)
+
+
+def run_hydra_app(task: Callable[[ComposedRecipe], None], arguments: Sequence[str]) -> None:
+    """Run ``task`` once per composed recipe, under Hydra's own command line (-m, --cfg, --config-dir, completion).
+
+    Args:
+        task: called with each recipe.
+        arguments: the command line after the verb.
+
+    Raises:
+        ConfigError: every problem found.
+    """
+
+    def run_one(composed: DictConfig) -> None:
+        _name_sweep_job(composed)
+        task(to_recipe(composed, list(HydraConfig.get().overrides.task)))
+
+    config_dirs = _config_dirs(arguments)
+    words = _prepare_arguments(arguments, config_dirs)
+    sys.argv = [sys.argv[0], *words]
+    app = hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="config")(run_one)
+    try:
+        app()
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise _explain(error, [word for word in words if _is_override(word)], config_dirs) from error
+
+
+def to_recipe(composed: DictConfig, overrides: Sequence[str]) -> ComposedRecipe:
+    """Leave OmegaConf: resolve, validate, and keep where each value came from.
+
+    Args:
+        composed: Hydra's result.
+        overrides: as Hydra got them.
+
+    Raises:
+        ConfigError: every problem found.
+    """
+    loader = GlobalHydra.instance().config_loader()
+    task_overrides = [word for word in overrides if not word.startswith("hydra")]
+    origins = read_origins(loader, "config", list(overrides))
+    data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
+    if not isinstance(data, dict):
+        raise ConfigError("config", f"is a {type(data).__name__}, not a mapping", "start from conf/config.yaml")
+    config, problems = validate({str(key): value for key, value in data.items()}, origins)
+    if config is None:
+        raise ConfigError.from_problems(problems)
+    return ComposedRecipe(config, origins, tuple(task_overrides))
+
+
+def _name_sweep_job(composed: DictConfig) -> None:
+    """Runs of one sweep must not share a directory."""
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        composed.name = f"{composed.name}-{HydraConfig.get().job.num}"
+
+
+def _config_dirs(arguments: Sequence[str]) -> list[Path]:
+    pairs = zip(arguments, arguments[1:], strict=False)
+    after_flag = [Path(value) for flag, value in pairs if flag in ("--config-dir", "-cd")]
+    return after_flag + [Path(word.partition("=")[2]) for word in arguments if word.startswith("--config-dir=")]
+
+
+def _is_override(word: str) -> bool:
+    return not word.startswith("-") and ("=" in word or word.startswith("~"))
+
+
+def _prepare_arguments(arguments: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
+    if any(word in ("-sc", "--shell-completion") for word in arguments):
+        return list(arguments)
+    prepared = iter(prepare_overrides([word for word in arguments if _is_override(word)], config_dirs))
+    return [next(prepared) if _is_override(word) else word for word in arguments]
+
+
+def prepare_overrides(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> list[str]:
+    """Hand value overrides to Hydra as ``++``, so that the schema judges them; groups stay as they are.
+
+    Args:
+        overrides: as the user gave them.
+        config_dirs: directories of groups beside ours.
+
+    Raises:
+        ConfigError: one cannot be parsed.
+    """
+    roots = [_CONF_DIR, *config_dirs]
+    prepared, problems = [], []
+    for word in overrides:
+        try:
+            (parsed,) = OverridesParser.create().parse_overrides([word])
+        except (OverrideParseException, HydraException) as error:
+            reason = str(error).splitlines()[0]
+            fix = "write key=value, quoting special characters"
+            problems.append(Problem(word, f"is not an override: {reason}", fix))
+            continue
+        key = parsed.key_or_group
+        is_group = any((root / key.partition("@")[0]).is_dir() for root in roots)
+        is_value = parsed.type in (OverrideType.CHANGE, OverrideType.ADD) and not is_group
+        own = key == "hydra" or key.startswith(("hydra.", "hydra/"))
+        prepared.append("++" + word.lstrip("+") if is_value and not own else word)
+    if problems:
+        raise ConfigError.from_problems(problems)
+    return prepared
+
+
+def _explain(error: Exception, overrides: Sequence[str], config_dirs: Sequence[Path]) -> ConfigError:
+    """Say what Hydra meant, and find every other wrong group choice while at it."""
+    if isinstance(error, MissingConfigException):
+        return ConfigError.from_problems(_wrong_groups(error, overrides, config_dirs))
+    if isinstance(error, yaml.YAMLError):
+        mark = getattr(error, "problem_mark", None)
+        where = f"{mark.name}:{mark.line + 1}" if mark else "YAML"
+        return ConfigError(where, f"is not YAML: {getattr(error, 'problem', error)}", "mend this line")
+    if isinstance(error, OmegaConfBaseException):
+        where = str(getattr(error, "full_key", "") or "config")
+        return ConfigError(where, str(error).splitlines()[0], "every ${...} must name an existing key")
+    if isinstance(error, SearchPathException):
+        return ConfigError("--config-dir", str(error), "name an existing directory of config groups")
+    reason = str(error).splitlines()[0]
+    wrong = "is not a group override" if isinstance(error, ConfigCompositionException) else "cannot be composed"
+    return ConfigError("overrides", f"{wrong}: {reason}", "see the groups under conf/, chosen as group=option")
+
+
+def _wrong_groups(
+    error: MissingConfigException, overrides: Sequence[str], config_dirs: Sequence[Path]
+) -> list[Problem]:
+    problems: list[Problem] = []
+    left = list(overrides)
+    current: Exception | None = error
+    while isinstance(current, MissingConfigException):
+        missing = str(current.missing_cfg_file or "?")
+        group, _, option = missing.rpartition("/")
+        guilty = [word for word in left if word.lstrip("+").partition("=")[::2] == (group, option)]
+        origin = guilty[0] if guilty else ""
+        choices = list(current.options or [])
+        problems.append(Problem(group or "config", f"has no option {option!r}", did_you_mean(option, choices), origin))
+        if not guilty:
+            return problems
+        left.remove(guilty[0])
+        try:
+            _compose([word for word in left if not word.startswith("hydra")], config_dirs)
+            return problems
+        except ConfigError as others:
+            return problems + list(others.problems)
+        except (HydraException, OmegaConfBaseException) as another:
+            current = another
+    return problems

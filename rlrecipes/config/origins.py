@@ -1,0 +1,87 @@
+"""Where each value of a recipe was set: file and line, or the override. Reads what Hydra loaded; decides nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Origins = dict[str, str]
+"""Dotted path -> ``conf/algo/grpo.yaml:3`` or ``override``."""
+
+
+def read_origins(loader: Any, config_name: str, overrides: list[str]) -> Origins:
+    """Trace every key of every file Hydra composed, in its order, then the overrides.
+
+    Args:
+        loader: Hydra's config loader.
+        config_name: the primary config.
+        overrides: as Hydra got them.
+
+    Returns:
+        The last place that set each path.
+    """
+    from hydra.types import RunMode
+
+    origins: Origins = {}
+    defaults = loader.compute_defaults_list(config_name, overrides, RunMode.RUN)
+    for default in defaults.defaults:
+        if default.config_path is None or default.config_path.startswith("hydra"):
+            continue
+        source = loader.repository.load_config(default.config_path)
+        file = _locate(source.path, default.config_path) if source is not None else None
+        if file is None:
+            continue
+        package = default.package or ""
+        shown = _shown(file)
+        for path, line in _keys(file):
+            origins[f"{package}.{path}" if package else path] = f"{shown}:{line}"
+    for word in overrides:
+        key = word.lstrip("+~").partition("=")[0]
+        origins[key] = f"override {word.lstrip('+')}"
+    return origins
+
+
+def origin_of(origins: Origins, path: str) -> str:
+    """Where ``path``, or the nearest part around it, was set; empty when unknown."""
+    while path:
+        if path in origins:
+            return origins[path]
+        path = path.rpartition(".")[0]
+    return ""
+
+
+def _locate(source: str, config_path: str) -> Path | None:
+    scheme, _, rest = source.partition("://")
+    root = Path(rest)
+    if scheme == "pkg":
+        spec = importlib.util.find_spec(rest)
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        root = Path(next(iter(spec.submodule_search_locations)))
+    file = root / (config_path if config_path.endswith(".yaml") else config_path + ".yaml")
+    return file if file.is_file() else None
+
+
+def _shown(file: Path) -> str:
+    parts = file.parts
+    return "/".join(parts[parts.index("conf") :]) if "conf" in parts else str(file)
+
+
+def _keys(file: Path) -> Iterator[tuple[str, int]]:
+    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    yield from _walk(root, "")
+
+
+def _walk(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        if not prefix and key.value == "defaults":
+            continue
+        path = f"{prefix}.{key.value}" if prefix else str(key.value)
+        yield path, key.start_mark.line + 1
+        yield from _walk(value, path)

@@ -1,0 +1,143 @@
+"""Plain data judged by the schema. Owns how a schema violation is told: path, value, origin, nearest right name."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from rlrecipes.config.origins import Origins, origin_of
+from rlrecipes.config.schema import RunConfig, Section
+from rlrecipes.config.suggest import did_you_mean, nearest
+from rlrecipes.errors import Problem
+
+_UNSET = "???"
+
+
+def validate(data: Mapping[str, Any], origins: Origins) -> tuple[RunConfig | None, list[Problem]]:
+    """Judge a composed recipe.
+
+    Args:
+        data: plain data, interpolations resolved; ``"???"`` stands for a value nobody gave.
+        origins: where each value was set.
+
+    Returns:
+        The recipe and no problems, or None and every problem.
+    """
+    problems = [
+        Problem(path, "has no value", f"give {path}=...", origin_of(origins, path)) for path in _unset(data, "")
+    ]
+    try:
+        config = RunConfig.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        unset = {problem.where for problem in problems}
+        found = [_to_problem(details, data, origins) for details in error.errors()]
+        return None, problems + [problem for problem in found if problem.where not in unset]
+    return (None, problems) if problems else (config, [])
+
+
+def _unset(value: Any, path: str) -> Iterator[str]:
+    if value == _UNSET:
+        yield path
+    elif isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _unset(child, f"{path}.{key}" if path else str(key))
+
+
+def _to_problem(details: ErrorDetails, data: Mapping[str, Any], origins: Origins) -> Problem:
+    path = _plain_path(details["loc"], data)
+    where = ".".join(path)
+    origin = origin_of(origins, where)
+    value = details.get("input")
+    if details["type"] == "extra_forbidden":
+        choices = fields_at(path[:-1], data)
+        near = nearest(path[-1], choices)
+        elsewhere = None if near else next((p for p in recipe_paths(data) if p.rpartition(".")[2] == path[-1]), None)
+        fix = f"did you mean {elsewhere!r}?" if elsewhere else did_you_mean(path[-1], choices)
+        return Problem(where, "is not a key of a recipe", fix, origin)
+    if details["type"] == "missing":
+        return Problem(where, "has no value", f"give {where}=...", origin)
+    if details["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        choices = [word.strip("' ") for word in str(details.get("ctx", {}).get("expected_tags", "")).split(",")]
+        kind = value.get("kind") if isinstance(value, Mapping) else value
+        return Problem(f"{where}.kind", f"is {kind!r}", did_you_mean(str(kind), choices), origin)
+    return Problem(where, f"is {_short(value)}: {details['msg'].lower()}", _fix(details, value), origin)
+
+
+def _fix(details: ErrorDetails, value: Any) -> str:
+    if details["type"] == "literal_error":
+        expected = str(details.get("ctx", {}).get("expected", ""))
+        return did_you_mean(str(value), [w.strip("' ") for w in expected.replace(" or ", ", ").split(",")])
+    if details["type"] == "string_type":
+        return "quote it to make it a string, as in key='\"12\"'"
+    if details["type"] in ("int_type", "float_type", "bool_type", "int_from_float"):
+        return f"write a bare {details['type'].partition('_')[0]}, without quotes"
+    return "choose a value in range; docs/config.md lists units and ranges"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _plain_path(loc: tuple[int | str, ...], data: Mapping[str, Any]) -> list[str]:
+    """Pydantic names the chosen member of a union inside the path; a user knows no such step."""
+    path: list[str] = []
+    value: Any = data
+    for step in loc:
+        is_tag = isinstance(value, Mapping) and step not in value and value.get("kind") == step
+        if is_tag:
+            continue
+        path.append(str(step))
+        if isinstance(value, Mapping):
+            value = value.get(str(step))
+        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
+            value = value[step]
+    return path
+
+
+def fields_at(path: Sequence[str], data: Mapping[str, Any]) -> list[str]:
+    """Names allowed directly under a path of the recipe."""
+    found = set()
+    for candidate in recipe_paths(data):
+        steps = candidate.split(".")
+        if len(steps) == len(path) + 1 and all(s in ("*", p) for s, p in zip(steps, path, strict=False)):
+            found.add(steps[-1])
+    return sorted(found - {"*"})
+
+
+def recipe_paths(data: Mapping[str, Any]) -> list[str]:
+    """Every dotted path a recipe like ``data`` may have, ``*`` standing for a name the user chooses."""
+    return list(_paths(RunConfig, "", data))
+
+
+def _paths(section: type[Section], prefix: str, data: Any) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        value = data.get(name) if isinstance(data, Mapping) else None
+        nested, is_named = _sections(field.annotation)
+        kind = value.get("kind") if isinstance(value, Mapping) else None
+        chosen = [inner for inner in nested if kind in _kinds(inner)] or nested
+        for inner in chosen:
+            yield from _paths(inner, f"{prefix}{name}.*." if is_named else f"{prefix}{name}.", value)
+
+
+def _kinds(section: type[Section]) -> tuple[Any, ...]:
+    return typing.get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()
+
+
+def _sections(annotation: Any) -> tuple[list[type[Section]], bool]:
+    """The sections inside an annotation, and whether a mapping holds them."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation], False
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType, typing.Annotated):
+        return [section for argument in arguments for section in _sections(argument)[0]], False
+    if origin is dict:
+        return _sections(arguments[1])[0], True
+    return [], False

@@ -1,0 +1,210 @@
+"""Rules across the fields of a recipe. One function a rule; all are run, and all they find is told together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlrecipes.config.schema import GrpoConfig, ModelShapes, RunConfig
+from rlrecipes.errors import Problem
+from rlrecipes.plan.commands import check_native
+
+
+def check_recipe(config: RunConfig, shapes: ModelShapes | None) -> list[Problem]:
+    """Every cross-field problem of a recipe.
+
+    Args:
+        config: the recipe.
+        shapes: of the model; None when they could not be known, and rules about them are passed over.
+    """
+    problems = [problem for rule in _RULES for problem in rule(config)]
+    if shapes is not None:
+        problems += [problem for shape_rule in _SHAPE_RULES for problem in shape_rule(config, shapes)]
+    return problems
+
+
+def _divisors_near(value: int, of: int) -> str:
+    return ", ".join(
+        str(d) for d in sorted((d for d in range(1, of + 1) if of % d == 0), key=lambda d: abs(d - value))[:3]
+    )
+
+
+def _batch(config: RunConfig) -> Iterator[Problem]:
+    prompts, parts = config.schedule.prompts_per_step, config.schedule.num_train_steps
+    if prompts % parts:
+        fix = f"use one of {_divisors_near(parts, prompts)}, or prompts_per_step={math.ceil(prompts / parts) * parts}"
+        yield Problem("schedule.num_train_steps", f"is {parts}, which does not divide prompts_per_step={prompts}", fix)
+
+
+def _algorithm(config: RunConfig) -> Iterator[Problem]:
+    algo = config.algo
+    if not isinstance(algo, GrpoConfig):
+        return
+    if algo.group_size == 1:
+        yield Problem("algo.group_size", "is 1: a group of one has no baseline, every advantage is 0", "use 2 or more")
+    if algo.kl.placement == "none" and algo.kl.coef > 0:
+        yield Problem("algo.kl.coef", f"is {algo.kl.coef} but kl.placement is none", "set kl.placement=loss or reward")
+    if algo.kl.placement == "loss" and algo.kl.estimator == "k1":
+        yield Problem("algo.kl.estimator", "k1 in the loss has no gradient in expectation", "use k2 or k3")
+    if algo.clip_low >= 1:
+        yield Problem("algo.clip_low", f"is {algo.clip_low}: the lower bound 1 - clip_low is not positive", "use < 1")
+
+
+def _sampling(config: RunConfig) -> Iterator[Problem]:
+    if not isinstance(config.algo, GrpoConfig):
+        return
+    sampling = config.rollout.sampling
+    if sampling.temperature == 0:
+        fix = "use 1.0; evaluation has a sampling section of its own"
+        yield Problem("rollout.sampling.temperature", "is 0: greedy siblings are equal and teach nothing", fix)
+    if sampling.top_p < 1 or sampling.top_k != -1:
+        name = "top_p" if sampling.top_p < 1 else "top_k"
+        problem = "cuts the distribution, but the trainer's logprobs are of the whole one: ratios would be wrong"
+        yield Problem(f"rollout.sampling.{name}", problem, "use top_p=1.0 and top_k=-1 for training rollouts")
+
+
+def _sampling_ranges(config: RunConfig) -> Iterator[Problem]:
+    sections = {
+        "rollout.sampling": config.rollout.sampling,
+        "rollout.evaluation.sampling": config.rollout.evaluation.sampling,
+    }
+    for where, sampling in sections.items():
+        if sampling.top_k == 0 or sampling.top_k < -1:
+            yield Problem(f"{where}.top_k", f"is {sampling.top_k}", "use -1 for all, or at least 1")
+        if sampling.min_new_tokens > sampling.max_new_tokens:
+            problem = f"is {sampling.min_new_tokens}, above max_new_tokens={sampling.max_new_tokens}"
+            yield Problem(f"{where}.min_new_tokens", problem, "lower it")
+
+
+def _data(config: RunConfig) -> Iterator[Problem]:
+    data = config.data
+    for name in ("train_path", "eval_path"):
+        path = getattr(data, name)
+        if path is not None and data.tasks is None and not Path(path).is_file():
+            yield Problem(f"data.{name}", f"{path} does not exist", "name an existing JSONL file, or set data.tasks")
+    if data.eval_path is None and config.schedule.eval_interval > 0:
+        fix = "set schedule.eval_interval=0, or give data.eval_path"
+        yield Problem("schedule.eval_interval", f"is {config.schedule.eval_interval} but nothing is held out", fix)
+    if data.tasks is not None and not data.tasks.datasets:
+        yield Problem("data.tasks.datasets", "is empty", "name at least one reasoning-gym dataset")
+    if data.tasks is not None and config.rollout.evaluation.num_prompts > data.tasks.num_eval_rows:
+        fix = f"use at most {data.tasks.num_eval_rows}"
+        yield Problem("rollout.evaluation.num_prompts", "is more than data.tasks.num_eval_rows", fix)
+    if ":" in config.reward.name and not config.reward.name.partition(":")[2]:
+        yield Problem("reward.name", f"{config.reward.name!r} names no function", "write module:function")
+
+
+def _topology(config: RunConfig) -> Iterator[Problem]:
+    topology = config.topology
+    if set(topology.served_models) != {"policy"}:
+        names = ", ".join(sorted(topology.served_models)) or "nothing"
+        yield Problem("topology.served_models", f"holds {names}", "for now exactly one model, named policy, is served")
+    for name, model in topology.served_models.items():
+        where = f"topology.served_models.{name}"
+        check: list[Problem] = []
+        check_native(f"{where}.router", model.router, True, check)
+        if not model.server_groups:
+            yield Problem(f"{where}.server_groups", "is empty", "give at least one group of engines")
+        for group_name, group in model.server_groups.items():
+            inside = f"{where}.server_groups.{group_name}"
+            check_native(f"{inside}.sglang", group.sglang, False, check)
+            if group.engine == "embedded" and topology.device != "cpu":
+                yield Problem(f"{inside}.engine", "the embedded engine runs on CPU only", "use engine=sglang")
+            if group.engine == "embedded" and group.gpus_per_engine > 1:
+                yield Problem(f"{inside}.gpus_per_engine", "the embedded engine is one process", "use 1")
+            if group.python is not None and not Path(group.python).is_file():
+                fix = "name an interpreter; `make sglang` makes .venv-sglang/bin/python"
+                yield Problem(f"{inside}.python", f"{group.python} does not exist", fix)
+        yield from check
+
+
+def _weight_sync(config: RunConfig) -> Iterator[Problem]:
+    is_cuda = config.topology.device == "cuda"
+    if is_cuda and config.topology.placement == "colocated" and config.weight_sync.transport == "distributed":
+        fix = "use weight_sync=tensor, or topology.placement=disaggregated"
+        yield Problem("weight_sync.transport", "NCCL cannot join two processes that share a GPU", fix)
+
+
+def _parallel(config: RunConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        yield Problem("parallel.sequence_parallel", "splits over TP, which is 1", "raise TP or set it false")
+
+
+def _determinism(config: RunConfig) -> Iterator[Problem]:
+    if not config.deterministic:
+        return
+    if config.topology.device != "cpu":
+        yield Problem("deterministic", "bit-for-bit reruns are offered on CPU only", "use topology.device=cpu")
+    for name, model in config.topology.served_models.items():
+        for group_name, group in model.server_groups.items():
+            if group.engine != "embedded":
+                where = f"topology.served_models.{name}.server_groups.{group_name}.engine"
+                yield Problem(where, "results of the real SGLang on CPU depend on its batch", "use engine=embedded")
+
+
+def _optimizer(config: RunConfig) -> Iterator[Problem]:
+    if config.optim.min_lr > config.optim.lr:
+        yield Problem("optim.min_lr", f"is {config.optim.min_lr}, above lr={config.optim.lr}", "lower it")
+    total = config.schedule.num_steps * config.schedule.num_train_steps
+    if config.optim.num_warmup_train_steps > total:
+        problem = f"is {config.optim.num_warmup_train_steps}; the run has {total} train steps"
+        yield Problem("optim.num_warmup_train_steps", problem, "lower it")
+
+
+def _lengths(config: RunConfig, shapes: ModelShapes) -> Iterator[Problem]:
+    prompt = config.data.max_prompt_tokens
+    for where, sampling in (
+        ("sampling", config.rollout.sampling),
+        ("evaluation.sampling", config.rollout.evaluation.sampling),
+    ):
+        longest = prompt + sampling.max_new_tokens
+        if longest > shapes.max_position_embeddings:
+            room = shapes.max_position_embeddings
+            problem = f"{prompt} prompt + {sampling.max_new_tokens} new tokens exceed the model's {room}"
+            fix = "lower it, or data.max_prompt_tokens"
+            yield Problem(f"rollout.{where}.max_new_tokens", problem, fix)
+    longest = prompt + config.rollout.sampling.max_new_tokens
+    if longest > config.parallel.max_tokens_per_micro_batch:
+        problem = f"is {config.parallel.max_tokens_per_micro_batch}; the longest sample has {longest} tokens"
+        yield Problem("parallel.max_tokens_per_micro_batch", problem, f"use at least {longest}")
+    for name, model in config.topology.served_models.items():
+        for group_name, group in model.server_groups.items():
+            room = group.sglang.get("max_total_tokens")
+            if isinstance(room, int) and room < longest:
+                where = f"topology.served_models.{name}.server_groups.{group_name}.sglang.max_total_tokens"
+                yield Problem(where, f"is {room}; one longest rollout has {longest} tokens", f"use at least {longest}")
+
+
+def _divisibility(config: RunConfig, shapes: ModelShapes) -> Iterator[Problem]:
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size"):
+        value = getattr(shapes, name)
+        if value % tp:
+            where = "parallel.tensor_model_parallel_size"
+            yield Problem(where, f"is {tp}, which does not divide {name}={value}", f"use {_divisors_near(tp, value)}")
+    if shapes.num_layers % pp:
+        fix = f"use {_divisors_near(pp, shapes.num_layers)}"
+        problem = f"is {pp}, which does not divide num_layers={shapes.num_layers}"
+        yield Problem("parallel.pipeline_model_parallel_size", problem, fix)
+    if shapes.num_attention_heads % shapes.num_query_groups:
+        problem = (
+            f"is {shapes.num_query_groups}, which does not divide num_attention_heads={shapes.num_attention_heads}"
+        )
+        yield Problem("model.shapes.num_query_groups", problem, "use a divisor")
+
+
+_RULES = (
+    _batch,
+    _algorithm,
+    _sampling,
+    _sampling_ranges,
+    _data,
+    _topology,
+    _weight_sync,
+    _parallel,
+    _determinism,
+    _optimizer,
+)
+_SHAPE_RULES = (_lengths, _divisibility)

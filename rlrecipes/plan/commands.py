@@ -1,0 +1,109 @@
+"""Exact command lines of servers and routers. Owns how native options become flags; starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlrecipes.config.schema import NativeOptions, RunConfig, ServerGroupConfig
+from rlrecipes.errors import Problem
+
+_OWNED = {"model_path", "host", "port", "dtype", "tp_size", "tensor_parallel_size", "skip_tokenizer_init"}
+"""Server options the Plan decides; a recipe that sets one would contradict it."""
+_OWNED_BY_ROUTER = {"host", "port", "worker_urls"}
+_HOST = "127.0.0.1"
+
+
+def to_flags(native: NativeOptions) -> Iterator[str]:
+    """Native options as command-line words: ``{"a_b": 1}`` -> ``--a-b 1``; true is the bare flag, false and null none.
+
+    Args:
+        native: options under the program's own names.
+    """
+    for name, value in native.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            yield flag
+        elif isinstance(value, list):
+            yield from (flag, *(str(item) for item in value))
+        elif value is not None and value is not False:
+            yield from (flag, str(value))
+
+
+def check_native(where: str, native: NativeOptions, is_router: bool, problems: list[Problem]) -> None:
+    """Refuse options that the Plan decides.
+
+    Args:
+        where: dotted path of the section.
+        native: the section.
+        is_router: whether it is a router's.
+        problems: what is wrong is appended.
+    """
+    for name in native:
+        if name.replace("-", "_") in (_OWNED_BY_ROUTER if is_router else _OWNED):
+            problems.append(Problem(f"{where}.{name}", "is decided by the Plan", "remove it"))
+
+
+def to_engine_command(group: ServerGroupConfig, config: RunConfig, index: int) -> tuple[str, ...]:
+    """The command line of one engine, with placeholders for what only its host knows.
+
+    Args:
+        group: the server group.
+        config: the recipe.
+        index: of the engine among all, which sets its seed.
+    """
+    module = "rlrecipes.engines.embedded.server" if group.engine == "embedded" else "sglang.launch_server"
+    words = ["{python}", "-m", module, "--model-path", "{model_path}", "--host", _HOST, "--port", "{port}"]
+    words += ["--dtype", config.model.dtype, "--random-seed", str(config.seed + index)]
+    if group.gpus_per_engine > 1:
+        words += ["--tp-size", str(group.gpus_per_engine)]
+    native: NativeOptions = {}
+    if config.deterministic:
+        native["enable_deterministic_inference"] = True
+    if group.engine == "sglang" and config.topology.device == "cpu":
+        native |= _SGLANG_CPU
+    return (*words, *to_flags(native | group.sglang))
+
+
+def to_engine_env(group: ServerGroupConfig, config: RunConfig) -> dict[str, str]:
+    """Environment of one engine; the recipe's own entries win.
+
+    Args:
+        group: the server group.
+        config: the recipe.
+    """
+    env = {"HF_HUB_OFFLINE": "1"}
+    if config.topology.device == "cpu":
+        env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if group.engine == "sglang":
+            env |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": "{standins}"}
+    return env | group.env
+
+
+_SGLANG_CPU: NativeOptions = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "skip_server_warmup": True,
+}
+
+
+def to_router_command(native: NativeOptions, request_timeout_s: float) -> tuple[str, ...]:
+    """The command line of the router in front of one model.
+
+    Retries and the circuit breaker are off: a failed generation is the collector's to see, and a worker that
+    answers slowly while weights are synced is not a broken one.
+
+    Args:
+        native: the recipe's router section.
+        request_timeout_s: longest time of one request.
+    """
+    own: NativeOptions = {
+        "request_timeout_secs": int(request_timeout_s),
+        "disable_retries": True,
+        "disable_circuit_breaker": True,
+        "log_level": "warn",
+    }
+    words = ["{python}", "-m", "sglang_router.launch_router", "--host", _HOST, "--port", "{port}"]
+    return (*words, "--worker-urls", "{worker_urls}", *to_flags(own | native))

@@ -1,0 +1,196 @@
+"""(recipe, cluster) -> Plan, or every problem at once. Pure: reads config.json and file existence, starts nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from rlrecipes.config.origins import origin_of
+from rlrecipes.config.schema import GrpoConfig, ModelConfig, ModelShapes, RunConfig
+from rlrecipes.errors import ConfigError, Problem
+from rlrecipes.plan.checks import check_recipe
+from rlrecipes.plan.commands import to_engine_command, to_engine_env, to_router_command
+from rlrecipes.plan.facts import compute_flops_per_token, compute_num_parameters, read_shapes
+from rlrecipes.plan.nodes import (
+    PLAN_VERSION,
+    BatchNode,
+    DeviceNode,
+    HostNode,
+    ModelNode,
+    Plan,
+    ProcessNode,
+    ServedModelNode,
+    ServerGroupNode,
+    SyncRouteNode,
+    TrainerNode,
+)
+from rlrecipes.plan.placement import Placement, place
+
+
+def resolve(config: RunConfig, hosts: tuple[HostNode, ...], origins: Mapping[str, str]) -> Plan:
+    """Resolve a recipe into a Plan.
+
+    Args:
+        config: a valid recipe.
+        hosts: the machines of the cluster.
+        origins: dotted path -> where it was set.
+
+    Raises:
+        ConfigError: every problem found.
+    """
+    problems: list[Problem] = []
+    shapes, is_random = read_shapes(config.model, problems)
+    problems += check_recipe(config, shapes)
+    placement = place(config, hosts, problems)
+    if problems or shapes is None:
+        traced = [dataclasses.replace(p, origin=origin_of(dict(origins), p.where)) for p in problems]
+        raise ConfigError.from_problems(traced)
+    served = _served_models(config, placement)
+    return Plan(
+        version=PLAN_VERSION,
+        name=config.name,
+        run_dir=config.run_dir,
+        runs_dir=config.runs_dir,
+        resume=config.resume,
+        seed=config.seed,
+        is_deterministic=config.deterministic,
+        hosts=hosts,
+        model=_model(config.model, shapes, is_random, config.run_dir),
+        algo=config.algo,
+        batch=_batch(config),
+        trainer=_trainer(config, placement),
+        served_models=served,
+        weight_sync=config.weight_sync,
+        sync_routes=_sync_routes(config, served),
+        data=config.data,
+        reward=config.reward,
+        rollout=config.rollout,
+        schedule=config.schedule,
+        tracking=config.tracking,
+        notes=tuple(_notes(config)),
+        provenance=dict(origins),
+    )
+
+
+def _model(model: ModelConfig, shapes: ModelShapes, is_random: bool, run_dir: str) -> ModelNode:
+    return ModelNode(
+        name=model.name,
+        family=model.family,
+        path=model.path or f"{run_dir}/initial",
+        is_random=is_random,
+        init_seed=model.init_seed,
+        alphabet=model.alphabet,
+        shapes=shapes,
+        dtype=model.dtype,
+        num_parameters=compute_num_parameters(shapes),
+        flops_per_token=compute_flops_per_token(shapes),
+    )
+
+
+def _batch(config: RunConfig) -> BatchNode:
+    prompts, parts = config.schedule.prompts_per_step, config.schedule.num_train_steps
+    group = config.algo.group_size if isinstance(config.algo, GrpoConfig) else 1
+    return BatchNode(
+        prompts_per_step=prompts,
+        group_size=group,
+        rollouts_per_step=prompts * group,
+        num_train_steps=parts,
+        prompts_per_train_step=prompts // parts,
+        rollouts_per_train_step=prompts // parts * group,
+        max_sample_tokens=config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens,
+    )
+
+
+def _trainer(config: RunConfig, placement: Placement) -> TrainerNode:
+    parallel = config.parallel
+    is_grpo = isinstance(config.algo, GrpoConfig)
+    return TrainerNode(
+        device=config.topology.device,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        data_parallel_size=parallel.data_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        max_tokens_per_micro_batch=parallel.max_tokens_per_micro_batch,
+        num_threads=parallel.num_threads,
+        is_deterministic=config.deterministic,
+        needs_reference=isinstance(config.algo, GrpoConfig) and config.algo.kl.placement != "none",
+        seed=config.seed,
+        temperature=config.rollout.sampling.temperature if is_grpo else 1.0,
+        num_train_steps_total=config.schedule.num_steps * config.schedule.num_train_steps,
+        optim=config.optim,
+        megatron=parallel.megatron,
+        devices=placement.trainer,
+    )
+
+
+def _served_models(config: RunConfig, placement: Placement) -> tuple[ServedModelNode, ...]:
+    if not isinstance(config.algo, GrpoConfig) and config.data.eval_path is None:
+        return ()  # SFT that evaluates nothing asks no engine
+    served, index = [], 0
+    for name, model in config.topology.served_models.items():
+        groups = []
+        for group_name, group in model.server_groups.items():
+            engines = []
+            for number in range(group.num_engines):
+                engines.append(
+                    ProcessNode(
+                        name=f"{name}-{group_name}-{number}",
+                        command=to_engine_command(group, config, index),
+                        env=to_engine_env(group, config),
+                        python=group.python,
+                        devices=placement.engines[index],
+                        start_timeout_s=group.start_timeout_s,
+                    )
+                )
+                index += 1
+            groups.append(
+                ServerGroupNode(
+                    name=group_name,
+                    worker_type=group.worker_type,
+                    engine=group.engine,
+                    gpus_per_engine=group.gpus_per_engine,
+                    engines=tuple(engines),
+                )
+            )
+        router = ProcessNode(
+            name=f"{name}-router",
+            command=to_router_command(model.router, config.rollout.request_timeout_s),
+            env={},
+            python=None,
+            devices=(DeviceNode(node=0, gpu=None),),
+            start_timeout_s=60.0,
+        )
+        path = model.path or config.model.path or f"{config.run_dir}/initial"
+        served.append(
+            ServedModelNode(
+                name=name, path=path, is_updated=model.is_updated, router=router, server_groups=tuple(groups)
+            )
+        )
+    return tuple(served)
+
+
+def _sync_routes(config: RunConfig, served: tuple[ServedModelNode, ...]) -> tuple[SyncRouteNode, ...]:
+    return tuple(
+        SyncRouteNode(
+            served_model=model.name,
+            transport=config.weight_sync.transport,
+            num_receiving_ranks=sum(group.gpus_per_engine * len(group.engines) for group in model.server_groups),
+        )
+        for model in served
+        if model.is_updated
+    )
+
+
+def _notes(config: RunConfig) -> list[str]:
+    notes = []
+    algo = config.algo
+    if isinstance(algo, GrpoConfig):
+        if config.schedule.num_train_steps == 1 and algo.old_logprobs == "recompute":
+            notes.append("one train step per step on its own weights: the ratio is 1 and clipping cannot act")
+        if algo.kl.placement != "none" and algo.kl.coef == 0:
+            notes.append("kl.coef is 0: the KL to the reference is only measured, at the price of one forward pass")
+    if config.data.eval_path is None:
+        notes.append("nothing is held out: the run cannot say whether it generalises")
+    if config.weight_sync.verify_interval == 0:
+        notes.append("weight syncs are not verified: a tensor that arrives wrong will not be noticed")
+    return notes
