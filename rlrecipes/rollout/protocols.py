@@ -1,0 +1,83 @@
+"""What rollout needs of its neighbours. Owns these shapes only; the rooms that fill them do not know this file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rlrecipes.types import Completion, Group, Prompt, Rollout, SamplingParams
+
+
+class GenerateClient(Protocol):
+    """The way to the engines of one model (``engines/sglang/client.py``)."""
+
+    async def generate(
+        self,
+        *,
+        input_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str,
+        routing_key: str | None,
+    ) -> Completion:
+        """Generate one answer.
+
+        Args:
+            input_ids: the prompt.
+            sampling: how to sample; its ``seed`` is this request's.
+            request_id: names the request in the engine's logs.
+            routing_key: requests with the same key go to one engine where the router can.
+
+        Raises:
+            EngineError: no engine answered, or not as it should.
+        """
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that rollout uses."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids."""
+
+
+class GenerateFunction(Protocol):
+    """Runs one rollout, all its turns."""
+
+    async def __call__(self, prompt: Prompt, sibling: int) -> Rollout:
+        """Run one rollout; what goes wrong in it is data (status FAILED and a reason), never an exception."""
+
+
+class PromptSource(Protocol):
+    """An endless stream of prompts (``data/jsonl.py``)."""
+
+    def prompt(self, index: int) -> Prompt:
+        """Prompt at a position; a pure function of it."""
+
+
+class Reward(Protocol):
+    """Scores rollouts (``rewards/scoring.py``)."""
+
+    async def score_group(self, group: Group) -> Group:
+        """The same rollouts in the same order, each with a reward."""
+
+
+class GroupBuffer(Protocol):
+    """A bounded queue of groups that survives a restart (``data/buffer.py``)."""
+
+    max_groups: int
+
+    def __len__(self) -> int: ...
+
+    def put(self, group: Group) -> None:
+        """Append a group."""
+
+    def take(self, num_groups: int) -> list[Group]:
+        """Remove the oldest groups, which stay in ``state()`` until ``confirm_trained()``."""
+
+    def confirm_trained(self) -> None:
+        """Forget the groups taken."""
+
+    def state(self) -> dict[str, Any]:
+        """All groups not yet trained, as JSON-able data."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Replace the content by what ``state()`` gave."""
