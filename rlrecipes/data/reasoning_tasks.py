@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -101,8 +102,11 @@ def _generate(spec: TaskSpec) -> Iterator[bytes]:
 
 
 def _build_dataset(name: str, params: Mapping[str, Any], num_rows: int, seed: int) -> Any:
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    with warnings.catch_warnings():
+        # One of its dependencies makes Python warn about its syntax, the first time it is compiled.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
 
     where = f"{_WHERE}.{name}"
     if name not in DATASETS:

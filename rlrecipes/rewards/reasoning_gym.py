@@ -5,6 +5,7 @@ Rows must carry what ``data.reasoning_tasks`` writes under metadata: ``dataset``
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, cast
@@ -38,7 +39,10 @@ def build_reasoning_gym_verifier(
         ConfigError: a bad option.
     """
     check_extraction(extraction, marker)
-    import reasoning_gym  # noqa: F401
+    with warnings.catch_warnings():
+        # One of its dependencies makes Python warn about its syntax, the first time it is compiled.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym  # noqa: F401
 
     def verify(rollout: Rollout) -> RewardResult:
         metadata: Any = rollout.prompt.metadata

@@ -1,0 +1,83 @@
+import asyncio
+import sys
+
+import pytest
+
+from rlrecipes.errors import ConfigError
+from rlrecipes.rewards.registry import build_reward
+from rlrecipes.types import Group, Prompt, Rollout, RolloutStatus
+
+CUSTOM = """
+def plain(rollout, *, weight=1.0):
+    return weight * len(rollout.text)
+
+async def later(rollout, weight):
+    return weight * len(rollout.text)
+
+def nothing():
+    return 0.0
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def my_module(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(CUSTOM)
+    (tmp_path / "my_broken_rewards.py").write_text("raise RuntimeError('sorry')")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("my_rewards", None)
+
+
+def score(reward, text, label="2"):
+    prompt = Prompt(0, (1,), "?", label)
+    rollout = Rollout(prompt, 0, (), text, RolloutStatus.COMPLETED)
+    return asyncio.run(reward.score_group(Group(prompt, (rollout,)))).rollouts[0].reward
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text", "expected"),
+    [
+        ("math", {"extraction": "whole"}, "2.0", 1.0),
+        ("choice", {"letters": "ABCDE"}, "2", 0.0),
+        ("my_rewards:plain", {}, "abc", 3.0),
+        ("my_rewards:plain", {"weight": 0.5}, "abc", 1.5),
+        ("my_rewards:later", {"weight": 2}, "abc", 6.0),
+    ],
+)
+def test_rewards_are_built_by_name(name, options, text, expected):
+    assert score(build_reward(name, timeout_s=30, options=options), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "where", "message"),
+    [
+        ("maths", {}, "reward.name", "did you mean 'math'?"),
+        ("zzz", {}, "reward.name", "use one of: reasoning_gym, math, choice, module:function"),
+        ("math", {"extracton": "whole"}, "reward.options.extracton", "did you mean 'extraction'?"),
+        ("math", {"extraction": "boxed"}, "reward.options.extraction", "use whole, after_marker, last_boxed"),
+        ("math", {"extraction": "after_marker"}, "reward.options.marker", "needs a marker"),
+        ("reasoning_gym", {"marke": "x"}, "reward.options.marke", "did you mean 'marker'?"),
+        ("choice", {"letters": "abc"}, "reward.options.letters", "upper-case"),
+        ("my_reward:plain", {}, "reward.name", "No module named 'my_reward'"),
+        ("my_broken_rewards:x", {}, "reward.name", "RuntimeError: sorry"),
+        ("my_rewards:plan", {}, "reward.name", "did you mean 'plain'?"),
+        ("my_rewards:number", {}, "reward.name", "has no function 'number'"),
+        ("my_rewards:", {}, "reward.name", "not an import path"),
+        ("my_rewards:nothing", {}, "reward.name", "takes no positional argument"),
+        ("my_rewards:plain", {"wieght": 1}, "reward.options.wieght", "did you mean 'weight'?"),
+        ("my_rewards:later", {}, "reward.options", "missing a required argument: 'weight'"),
+    ],
+)
+def test_what_cannot_be_built_is_a_config_error(name, options, where, message):
+    with pytest.raises(ConfigError) as caught:
+        build_reward(name, timeout_s=30, options=options)
+    assert caught.value.problems[0].where == where
+    assert message in str(caught.value)
+
+
+def test_all_wrong_options_are_reported_together():
+    with pytest.raises(ConfigError) as caught:
+        build_reward("math", timeout_s=30, options={"a": 1, "b": 2})
+    assert len(caught.value.problems) == 2
