@@ -1,1 +1,6 @@
-"""The Megatron-Core trainer rank: model, weights, train step and checkpoint."""
+"""The trainer: Megatron-Core ranks, weights and checkpoints."""
+
+import warnings
+
+# Megatron tells at import, one line a module, that its optional GPU packages are not there.
+warnings.filterwarnings("ignore", module="megatron")

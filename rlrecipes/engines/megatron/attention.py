@@ -1,0 +1,264 @@
+"""Causal attention over packed samples in plain torch. Owns how short samples are batched; refuses anything fused.
+
+Megatron's local core attention refuses ``PackedSeqParams``, and the packed one comes with Transformer Engine, which
+needs CUDA. This one gives CPU the same road: micro-batches without padding between samples.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+_SHORT_TOKENS = 32
+"""Samples up to this length share a block whatever their lengths: a block costs more than its padding."""
+_LEAST_FILL = 0.75
+"""Longer ones share a block while the shortest fills this fraction of the longest."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Samples computed together, each padded to the longest.
+
+    A causal query never sees the padding behind it, so right padding needs no mask.
+
+    Attributes:
+        num_samples: S.
+        length: L, tokens of the longest.
+        start: where their tokens start when laid out without padding, block after block.
+        num_tokens: N, of theirs.
+        padded_from: [S * L], the token of each padded slot (counted from ``start``); None when nothing is padded.
+        packed_from: [N], the padded slot of each token.
+        padding: the padded slots that hold no token.
+    """
+
+    num_samples: int
+    length: int
+    start: int
+    num_tokens: int
+    padded_from: Tensor | None
+    packed_from: Tensor
+    padding: Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the samples of a micro-batch are computed.
+
+    Attributes:
+        blocks: together they hold every token once.
+        order: [T], the packed token of each place block after block; None when it is the packed order itself.
+        inverse: [T], the other way.
+    """
+
+    blocks: tuple[Block, ...]
+    order: Tensor | None
+    inverse: Tensor
+
+
+def _build_block(lengths: list[int], start: int) -> Block:
+    sizes = torch.tensor(lengths)
+    longest, total = int(sizes.max()), int(sizes.sum())
+    within = torch.arange(longest).expand(len(lengths), longest)
+    is_token = (within < sizes[:, None]).flatten()
+    packed_from = is_token.nonzero().squeeze(1)
+    if len(packed_from) == len(lengths) * longest:
+        return Block(len(lengths), longest, start, total, None, packed_from, packed_from[:0])
+    padded_from = torch.zeros(len(lengths) * longest, dtype=torch.long)
+    padded_from[packed_from] = torch.arange(total)
+    return Block(len(lengths), longest, start, total, padded_from, packed_from, (~is_token).nonzero().squeeze(1))
+
+
+def _split_by_length(lengths: list[int]) -> list[list[int]]:
+    """Sample indices of each block, longest samples first, in order within a block."""
+    blocks: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if not blocks or (longest > _SHORT_TOKENS and lengths[index] < _LEAST_FILL * longest):
+            blocks.append([])
+            longest = lengths[index]
+        blocks[-1].append(index)
+    return [sorted(block) for block in blocks]
+
+
+@functools.lru_cache(maxsize=8)  # by identity of the tensor: every layer asks for the same one
+def build_layout(cu_seqlens: Tensor) -> Layout:
+    """Decide how the samples of a micro-batch are computed.
+
+    Args:
+        cu_seqlens: [S + 1], where each sample starts, and the end.
+    """
+    lengths = cu_seqlens.diff().tolist()
+    starts = cu_seqlens.tolist()
+    groups = _split_by_length(lengths)
+    blocks, start = [], 0
+    for group in groups:
+        blocks.append(_build_block([lengths[index] for index in group], start))
+        start += blocks[-1].num_tokens
+    order = torch.cat([torch.arange(starts[i], starts[i + 1]) for group in groups for i in group])
+    is_packed_order = len(groups) == 1
+    return Layout(tuple(blocks), None if is_packed_order else order, order.argsort())
+
+
+class _Gather(torch.autograd.Function):
+    """Rows by index, forwards and backwards: autograd's own backward would add row by row.
+
+    ``back[j]`` is where row j went; rows of ``blank`` have no source and pass no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, blank: Tensor | None) -> Tensor:
+        """Take ``x[index]``."""
+        ctx.save_for_backward(back)
+        ctx.blank = blank
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Take ``grad[back]``, with 0 in the rows of ``blank``."""
+        (back,) = ctx.saved_tensors
+        grad = grads[0].index_select(0, back)
+        if ctx.blank is not None:
+            grad.index_fill_(0, ctx.blank, 0)
+        return grad, None, None, None
+
+
+def _attend(block: Block, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention of one block; [N, heads or groups, width] in, [N, heads, width] out."""
+
+    def pad(x: Tensor) -> Tensor:
+        if block.padded_from is not None:
+            x = _Gather.apply(x, block.padded_from, block.packed_from, None)
+        return x.view(block.num_samples, block.length, *x.shape[1:]).transpose(1, 2)
+
+    out = torch.nn.functional.scaled_dot_product_attention(
+        pad(query), pad(key), pad(value), is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    out = out.transpose(1, 2).reshape(block.num_samples * block.length, *query.shape[1:])
+    if block.padded_from is not None:
+        out = _Gather.apply(out, block.packed_from, block.padded_from, block.padding)
+    return out
+
+
+def compute_packed_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    """Causal softmax attention within each sample.
+
+    Args:
+        query: [T, heads, width].
+        key: [T, groups, width]; heads is a multiple of groups.
+        value: [T, groups, width].
+        cu_seqlens: [S + 1], where each sample starts; the last is T.
+        scale: multiplies the scores before the softmax.
+
+    Returns:
+        [T, heads, width].
+    """
+    layout = build_layout(cu_seqlens)
+    if layout.order is not None:
+        query, key, value = (_Gather.apply(x, layout.order, layout.inverse, None) for x in (query, key, value))
+    parts = [
+        _attend(block, *(x.narrow(0, block.start, block.num_tokens) for x in (query, key, value)), scale=scale)
+        for block in layout.blocks
+    ]
+    if layout.order is None:
+        return parts[0]
+    out: Tensor = _Gather.apply(torch.cat(parts), layout.inverse, layout.order, None)
+    return out
+
+
+class PackedAttention(MegatronModule):
+    """Core attention of a layer spec; takes what Megatron gives ``DotProductAttention``, with ``PackedSeqParams``."""
+
+    def __init__(self, config: Any, layer_number: int, **kwargs: Any) -> None:
+        super().__init__(config=config)
+        self.scale = config.softmax_scale or config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend within each packed sample.
+
+        Args:
+            query: [T, heads of this TP rank, width].
+            key: [T, groups of this TP rank, width].
+            value: [T, groups of this TP rank, width].
+            attention_mask: None; causal within a sample.
+            packed_seq_params: ``cu_seqlens_q`` says where each sample starts.
+            kwargs: Megatron's mask type and bias, which packing decides.
+
+        Returns:
+            [T, heads of this TP rank x width].
+        """
+        out = compute_packed_attention(query, key, value, packed_seq_params.cu_seqlens_q, self.scale)
+        return out.flatten(1)
+
+
+@functools.lru_cache(maxsize=8)
+def _build_rotation(cu_seqlens: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every packed token, [T, 1, width]; position 0 at each sample's start."""
+    lengths = cu_seqlens.diff()
+    positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].repeat_interleave(lengths)
+    angles = freqs.squeeze(1).index_select(0, positions)
+    return angles.cos(), angles.sin()
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotation of (first half, second half) pairs; its transpose is the rotation by minus the angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Take ``x cos + rotate_half(x) sin``."""
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Rotate the gradient back."""
+        return _rotate(grads[0], *ctx.saved_tensors, -1), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
+    return out
+
+
+def apply_packed_rope(
+    x: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, cp_size: int, cp_rank: int, interleaved: bool
+) -> Tensor:
+    """Rotary embedding of packed samples, under the name and signature of Transformer Engine's fused kernel.
+
+    Formula, for token at position p of its sample::
+
+        x cos(p freqs) + rotate_half(x) sin(p freqs)
+
+    Args:
+        x: [T, heads, width].
+        cu_seqlens: [S + 1], where each sample starts.
+        freqs: [longest sample or more, 1, 1, width] angles, both halves alike.
+        cp_size: 1.
+        cp_rank: 0.
+        interleaved: False.
+
+    Source:
+        Su et al. 2021, arXiv:2104.09864, equation 34, with halves instead of neighbours as pairs.
+    """
+    if cp_size != 1 or interleaved:
+        raise NotImplementedError("packed rotary embedding on CPU: no context parallelism, no interleaved pairs")
+    cos, sin = _build_rotation(cu_seqlens, freqs)
+    out: Tensor = _Rotate.apply(x, cos.to(x.dtype), sin.to(x.dtype))
+    return out

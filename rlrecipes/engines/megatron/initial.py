@@ -1,0 +1,95 @@
+"""Random weights of a model that has no path. Owns their values; refuses tokenizers."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlrecipes.engines.megatron.hf_directory import (
+    create_partial,
+    publish,
+    reported_writes,
+    run_copy_but_weights,
+    run_write_index,
+    run_write_shards,
+)
+from rlrecipes.plan.nodes import ModelNode
+
+_STD = 0.02
+_ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+
+
+def to_hf_config(model: ModelNode) -> dict[str, Any]:
+    """The content of config.json for a model's shapes."""
+    shapes = model.shapes
+    return {
+        "architectures": [_ARCHITECTURES[model.family]],
+        "model_type": model.family,
+        "vocab_size": shapes.vocab_size,
+        "hidden_size": shapes.hidden_size,
+        "intermediate_size": shapes.ffn_hidden_size,
+        "num_hidden_layers": shapes.num_layers,
+        "num_attention_heads": shapes.num_attention_heads,
+        "num_key_value_heads": shapes.num_query_groups,
+        "head_dim": shapes.kv_channels,
+        "hidden_act": "silu",
+        "rms_norm_eps": shapes.norm_epsilon,
+        "max_position_embeddings": shapes.max_position_embeddings,
+        "rope_theta": shapes.rotary_base,  # where readers before transformers 5 look
+        "rope_parameters": {"rope_type": "default", "rope_theta": shapes.rotary_base},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": _STD,
+        "tie_word_embeddings": not shapes.untie_embeddings_and_output_weights,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "dtype": model.dtype,
+        "use_cache": True,
+    }
+
+
+def iter_random_tensors(model: ModelNode) -> Iterator[tuple[str, Tensor]]:
+    """Every HF tensor of a new model: norms 1, biases 0, the rest normal with deviation 0.02.
+
+    Each is drawn from a generator of its own name and ``init_seed``, so neither order nor layout matters.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = to_hf_config(model)
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    dtype = getattr(torch, model.dtype)
+    for name, parameter in hf.named_parameters():  # a tied output layer is no parameter of its own
+        if name.endswith("norm.weight"):
+            yield name, torch.ones(parameter.shape, dtype=dtype)
+        elif name.endswith(".bias"):
+            yield name, torch.zeros(parameter.shape, dtype=dtype)
+        else:
+            generator = torch.Generator().manual_seed(model.init_seed << 32 | zlib.crc32(name.encode()))
+            yield name, (torch.randn(parameter.shape, generator=generator) * _STD).to(dtype)
+
+
+def run_write_random_model(model: ModelNode, path: Path) -> None:
+    """Write config.json and random weights as an HF directory; a tokenizer that is there already stays.
+
+    Args:
+        model: shapes, family, precision and seed.
+        path: the directory.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with reported_writes(path):
+        partial = create_partial(path)
+        if path.is_dir():
+            run_copy_but_weights(path, partial)
+        run_write_index(partial, run_write_shards(partial, "model", iter_random_tensors(model)))
+        (partial / "config.json").write_text(json.dumps(to_hf_config(model), indent=1), encoding="utf-8")
+        publish(partial, path)

@@ -1,0 +1,124 @@
+"""Adam over sharded state and its schedule. Owns what Megatron's optimizer is built with; refuses the loss."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from rlrecipes.config.schema import OptimConfig
+from rlrecipes.errors import TrainerError
+
+
+@functools.cache
+def _patch_step_restore() -> None:
+    """AdamW of torch keeps ``step`` in each parameter's state; restoring that state looks for it in the checkpoint."""
+    restore = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def restore_but_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        restore(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = restore_but_step
+
+
+def compute_finite_norm(compute_norm: Callable[[], float]) -> float:
+    """Global gradient norm; every rank computes the same.
+
+    Args:
+        compute_norm: Megatron's.
+
+    Raises:
+        TrainerError: it is not finite. Megatron asks for it before it touches a weight.
+    """
+    norm = float(compute_norm())
+    if not math.isfinite(norm):
+        raise TrainerError(
+            "trainer.train_step.grad_norm",
+            f"the gradient norm is {norm}; no weight was changed",
+            "resume from the last checkpoint with a smaller optim.lr or optim.clip_grad, or look at the batch",
+        )
+    return norm
+
+
+def build_optimizer(
+    optim: OptimConfig, params_dtype: torch.dtype, chunks: list[DistributedDataParallel]
+) -> ChainedOptimizer:
+    """Build Adam with state sharded over the data-parallel ranks, state present and zero.
+
+    Args:
+        optim: Adam's numbers.
+        params_dtype: of the weights; moments and, for bfloat16, a copy of the weights are float32.
+        chunks: the model, wrapped.
+    """
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.adam_beta1,
+        adam_beta2=optim.adam_beta2,
+        adam_eps=optim.adam_eps,
+        clip_grad=optim.clip_grad,
+        use_distributed_optimizer=True,
+        bf16=params_dtype is torch.bfloat16,
+        params_dtype=params_dtype,
+    )
+    optimizer = get_megatron_optimizer(config, chunks)
+    optimizer.get_grad_norm = functools.partial(compute_finite_norm, optimizer.get_grad_norm)
+    if not HAVE_APEX_OR_TE:
+        _patch_step_restore()
+        for inner in optimizer.chained_optimizers:
+            _prepare_adamw(inner)
+    return optimizer
+
+
+def _prepare_adamw(inner: Any) -> None:
+    """Create the state now, so that a checkpoint before the first step has some, and use the fused kernel."""
+    inner.init_state_fn(inner.optimizer, inner.config)
+    for state in inner.optimizer.state.values():
+        state["step"] = torch.zeros(())
+    for group in inner.optimizer.param_groups:
+        group["fused"] = True
+
+
+def build_scheduler(optim: OptimConfig, num_train_steps_total: int, optimizer: ChainedOptimizer) -> Any:
+    """Build the learning-rate schedule.
+
+    Formula, for train step k = 0, 1, ... with W warm-up steps of N::
+
+        k < W:  lr (k + 1) / (W + 1)
+        else:   constant: lr
+                linear:   min_lr + (lr - min_lr) (1 - (k - W) / (N - W))
+                cosine:   min_lr + (lr - min_lr) (1 + cos(pi (k - W) / (N - W))) / 2
+
+    so the first step already moves the weights, and ``min_lr`` is where step N would be.
+
+    Args:
+        optim: peak, end and shape.
+        num_train_steps_total: N.
+        optimizer: whose groups it sets.
+    """
+    warmup = optim.num_warmup_train_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=optim.lr / (warmup + 1),
+        max_lr=optim.lr,
+        min_lr=min(optim.min_lr, optim.lr),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(num_train_steps_total, warmup + 1),
+        lr_decay_style=optim.lr_decay_style,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

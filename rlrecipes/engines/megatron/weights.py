@@ -1,0 +1,236 @@
+"""HF weights and Megatron weights, both ways, by one table. Owns names, order and slices; refuses numerics.
+
+A row of :data:`TABLE` pairs a Megatron parameter with the HF tensors it is made of and says how. ``{}`` stands for the
+layer, counted over the whole model. Three families differ only in which rows their models have.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rlrecipes.config.schema import ModelShapes
+from rlrecipes.errors import DataError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How one Megatron parameter stands in an HF model.
+
+    Attributes:
+        hf: names of its tensors there.
+        megatron: its names here; Transformer Engine's layers fuse norms, so some have two.
+        kind: ``replicated``: the same on every TP rank. ``rows`` and ``columns``: split over TP in dimension 0 or 1.
+            ``vocabulary``: rows, padded. ``gate_up``: this rank's gate rows, then its up rows. ``qkv``: for each of
+            this rank's query groups its query heads, its key head, its value head.
+    """
+
+    hf: tuple[str, ...]
+    megatron: tuple[str, ...]
+    kind: str
+
+
+def _layer(hf: tuple[str, ...], megatron: tuple[str, ...], kind: str) -> Row:
+    prefixed = tuple(f"model.layers.{{}}.{name}" for name in hf)
+    return Row(prefixed, tuple(f"decoder.layers.{{}}.{name}" for name in megatron), kind)
+
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+EMBEDDING = Row(("model.embed_tokens.weight",), ("embedding.word_embeddings.weight",), "vocabulary")
+TABLE = (
+    EMBEDDING,
+    _layer(
+        ("input_layernorm.weight",),
+        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+        "replicated",
+    ),
+    _layer(tuple(f"{name}.weight" for name in _QKV), ("self_attention.linear_qkv.weight",), "qkv"),
+    _layer(tuple(f"{name}.bias" for name in _QKV), ("self_attention.linear_qkv.bias",), "qkv"),
+    _layer(("self_attn.q_norm.weight",), ("self_attention.q_layernorm.weight",), "replicated"),
+    _layer(("self_attn.k_norm.weight",), ("self_attention.k_layernorm.weight",), "replicated"),
+    _layer(("self_attn.o_proj.weight",), ("self_attention.linear_proj.weight",), "columns"),
+    _layer(
+        ("post_attention_layernorm.weight",),
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        "replicated",
+    ),
+    _layer(("mlp.gate_proj.weight", "mlp.up_proj.weight"), ("mlp.linear_fc1.weight",), "gate_up"),
+    _layer(("mlp.down_proj.weight",), ("mlp.linear_fc2.weight",), "columns"),
+    Row(("model.norm.weight",), ("decoder.final_layernorm.weight",), "replicated"),
+    Row(("lm_head.weight",), ("output_layer.weight",), "vocabulary"),
+)
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_ROWS_BY_NAME = {name: row for row in TABLE for name in row.megatron}
+
+Read = Callable[[str, int, int, int], Tensor]
+"""(HF name, dimension, start, end) -> that slice."""
+
+
+class HfReader:
+    """Slices of the safetensors of an HF directory, read on demand; a context manager.
+
+    Args:
+        path: the directory.
+
+    Raises:
+        DataError: it holds no safetensors, or they cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+
+    @cached_property
+    def files(self) -> Mapping[str, str]:
+        """File of each tensor, by HF name."""
+        try:
+            if (self._path / INDEX_FILE).is_file():
+                index: dict[str, str] = json.loads((self._path / INDEX_FILE).read_text())["weight_map"]
+                return index
+            with safe_open(self._path / SINGLE_FILE, framework="pt") as file:
+                return dict.fromkeys(file.keys(), SINGLE_FILE)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise self._error(f"holds no readable safetensors: {error}") from error
+
+    def __enter__(self) -> HfReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str, dim: int, start: int, end: int) -> Tensor:
+        """Read ``[start:end]`` of one tensor in one dimension.
+
+        Raises:
+            DataError: the tensor is missing or smaller.
+        """
+        if name not in self.files:
+            raise self._error(f"has no tensor {name}")
+        file = self.files[name]
+        try:
+            if file not in self._open:
+                self._open[file] = self._stack.enter_context(safe_open(self._path / file, framework="pt"))
+            view = self._open[file].get_slice(name)
+            if view.get_shape()[dim] < end:
+                raise self._error(f"{name} has shape {view.get_shape()}; dimension {dim} must reach {end}")
+            tensor: Tensor = view[start:end] if dim == 0 else view[:, start:end]
+        except (OSError, SafetensorError) as error:
+            raise self._error(f"{file} cannot be read: {error}") from error
+        return tensor
+
+    def _error(self, problem: str) -> DataError:
+        return DataError(f"model.path={self._path}", problem, "give an HF directory of this family and these shapes")
+
+
+class WeightMap:
+    """The table, applied to this rank's part of a model.
+
+    Args:
+        gpt: this stage's GPTModel, unwrapped.
+        shapes: of the whole model.
+        group: TP ranks of this stage.
+    """
+
+    def __init__(self, gpt: torch.nn.Module, shapes: ModelShapes, group: dist.ProcessGroup) -> None:
+        self._gpt, self._shapes, self._group = gpt, shapes, group
+        self._rank, self._size = group.rank(), group.size()
+
+    @cached_property
+    def _entries(self) -> list[tuple[Row, tuple[str, ...], torch.nn.Parameter]]:
+        """(row, HF names, parameter) of every parameter of this rank."""
+        layers = {index: layer.layer_number - 1 for index, layer in enumerate(self._gpt.decoder.layers)}  # type: ignore
+        entries = []
+        for name, parameter in self._gpt.named_parameters():
+            match = _LAYER.match(name)
+            row = _ROWS_BY_NAME[_LAYER.sub("decoder.layers.{}.", name)]
+            if row.megatron[0] == "output_layer.weight" and not self._shapes.untie_embeddings_and_output_weights:
+                row = EMBEDDING  # a last stage's copy of the tied embedding
+            layer = layers[int(match[1])] if match else None
+            entries.append((row, tuple(hf.format(layer) for hf in row.hf), parameter))
+        return entries
+
+    @torch.no_grad()
+    def run_load(self, read: Read) -> None:
+        """Fill every parameter of this rank, reading only its slices.
+
+        Args:
+            read: slices of HF tensors.
+        """
+        for row, names, parameter in self._entries:
+            value = self._to_megatron(row.kind, names, parameter, read)
+            parameter[: len(value)].copy_(value)
+            parameter[len(value) :].zero_()  # padding of the vocabulary
+
+    @torch.no_grad()
+    def iter_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole HF tensors this pipeline stage owns, each once, gathered over TP.
+
+        Every rank of the TP group must iterate to the end, and each gets every tensor. A tied embedding comes from the
+        first stage alone.
+
+        Yields:
+            (HF name, tensor in the model's dtype on its device).
+        """
+        for row, names, parameter in self._entries:
+            if row is EMBEDDING and not self._gpt.pre_process:
+                continue
+            local = parameter.detach()
+            parts = [local]
+            if row.kind != "replicated" and self._size > 1:
+                parts = [torch.empty_like(local) for _ in range(self._size)]
+                dist.all_gather(parts, local.contiguous(), group=self._group)
+            yield from zip(names, self._to_hf(row.kind, parts), strict=True)
+
+    def _to_megatron(self, kind: str, names: tuple[str, ...], parameter: Tensor, read: Read) -> Tensor:
+        """This rank's value of a parameter; without the rows that only pad the vocabulary."""
+        if kind == "replicated":
+            return read(names[0], 0, 0, len(parameter))
+        if kind == "columns":
+            return read(names[0], 1, self._rank * parameter.shape[1], (self._rank + 1) * parameter.shape[1])
+        if kind == "vocabulary":
+            vocab_size = self._shapes.vocab_size
+            start, end = (min(rank * len(parameter), vocab_size) for rank in (self._rank, self._rank + 1))
+            return read(names[0], 0, start, end)
+        if kind == "gate_up":
+            half = len(parameter) // 2
+            return torch.cat([read(name, 0, self._rank * half, (self._rank + 1) * half) for name in names])
+        groups = self._shapes.num_query_groups // self._size
+        parts = []
+        for name, rows in zip(names, self._rows_per_group(), strict=True):
+            part = read(name, 0, self._rank * groups * rows, (self._rank + 1) * groups * rows)
+            parts.append(part.view(groups, rows, *part.shape[1:]))
+        return torch.cat(parts, 1).flatten(0, 1)
+
+    def _to_hf(self, kind: str, parts: list[Tensor]) -> list[Tensor]:
+        """HF tensors of a parameter, from its value on every TP rank."""
+        if kind == "replicated":
+            return parts
+        if kind == "columns":
+            return [torch.cat(parts, 1)]
+        if kind == "vocabulary":
+            return [torch.cat(parts)[: self._shapes.vocab_size]]
+        if kind == "gate_up":
+            return [torch.cat(halves) for halves in zip(*(part.chunk(2) for part in parts), strict=True)]
+        whole = torch.cat(parts)
+        grouped = whole.view(self._shapes.num_query_groups, -1, *whole.shape[1:])
+        return [part.flatten(0, 1) for part in grouped.split(self._rows_per_group(), 1)]
+
+    def _rows_per_group(self) -> list[int]:
+        """Rows of query, key and value of one query group."""
+        heads = self._shapes.num_attention_heads // self._shapes.num_query_groups
+        return [heads * self._shapes.kv_channels, self._shapes.kv_channels, self._shapes.kv_channels]
