@@ -171,10 +171,10 @@ def _lengths(config: RunConfig, shapes: ModelShapes) -> Iterator[Problem]:
         yield Problem("parallel.max_tokens_per_micro_batch", problem, f"use at least {longest}")
     for name, model in config.topology.served_models.items():
         for group_name, group in model.server_groups.items():
-            room = group.sglang.get("max_total_tokens")
-            if isinstance(room, int) and room < longest:
+            held = group.sglang.get("max_total_tokens")
+            if isinstance(held, int) and held < longest:
                 where = f"topology.served_models.{name}.server_groups.{group_name}.sglang.max_total_tokens"
-                yield Problem(where, f"is {room}; one longest rollout has {longest} tokens", f"use at least {longest}")
+                yield Problem(where, f"is {held}; one longest rollout has {longest} tokens", f"use at least {longest}")
 
 
 def _divisibility(config: RunConfig, shapes: ModelShapes) -> Iterator[Problem]:

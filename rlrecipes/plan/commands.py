@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from rlrecipes.config.schema import NativeOptions, RunConfig, ServerGroupConfig
 from rlrecipes.errors import Problem
 
-_OWNED = {"model_path", "host", "port", "dtype", "tp_size", "tensor_parallel_size", "skip_tokenizer_init"}
+_OWNED = {"model_path", "host", "dtype", "tp_size", "tensor_parallel_size", "skip_tokenizer_init"}
 """Server options the Plan decides; a recipe that sets one would contradict it."""
-_OWNED_BY_ROUTER = {"host", "port", "worker_urls"}
+_OWNED_BY_ROUTER = {"host", "worker_urls"}
 _HOST = "127.0.0.1"
 
 
@@ -41,18 +41,27 @@ def check_native(where: str, native: NativeOptions, is_router: bool, problems: l
     for name in native:
         if name.replace("-", "_") in (_OWNED_BY_ROUTER if is_router else _OWNED):
             problems.append(Problem(f"{where}.{name}", "is decided by the Plan", "remove it"))
+    port = native.get("port")
+    if port is not None and not (type(port) is int and 0 < port < 65536):
+        problems.append(
+            Problem(f"{where}.port", f"is {port!r}", "use a free port below 65536, or none to have one found")
+        )
 
 
-def to_engine_command(group: ServerGroupConfig, config: RunConfig, index: int) -> tuple[str, ...]:
+def to_engine_command(group: ServerGroupConfig, config: RunConfig, number: int, index: int) -> tuple[str, ...]:
     """The command line of one engine, with placeholders for what only its host knows.
 
     Args:
         group: the server group.
         config: the recipe.
+        number: of the engine in its group; a port the recipe names is the first engine's, the next takes the next.
         index: of the engine among all, which sets its seed.
     """
     module = "rlrecipes.engines.embedded.server" if group.engine == "embedded" else "sglang.launch_server"
-    words = ["{python}", "-m", module, "--model-path", "{model_path}", "--host", _HOST, "--port", "{port}"]
+    options = dict(group.sglang)
+    first_port = options.pop("port", None)
+    port = "{port}" if first_port is None else str(first_port + number)
+    words = ["{python}", "-m", module, "--model-path", "{model_path}", "--host", _HOST, "--port", port]
     words += ["--dtype", config.model.dtype, "--random-seed", str(config.seed + index)]
     if group.gpus_per_engine > 1:
         words += ["--tp-size", str(group.gpus_per_engine)]
@@ -61,7 +70,7 @@ def to_engine_command(group: ServerGroupConfig, config: RunConfig, index: int) -
         native["enable_deterministic_inference"] = True
     if group.engine == "sglang" and config.topology.device == "cpu":
         native |= _SGLANG_CPU
-    return (*words, *to_flags(native | group.sglang))
+    return (*words, *to_flags(native | options))
 
 
 def to_engine_env(group: ServerGroupConfig, config: RunConfig) -> dict[str, str]:
@@ -105,5 +114,7 @@ def to_router_command(native: NativeOptions, request_timeout_s: float) -> tuple[
         "disable_circuit_breaker": True,
         "log_level": "warn",
     }
-    words = ["{python}", "-m", "sglang_router.launch_router", "--host", _HOST, "--port", "{port}"]
-    return (*words, "--worker-urls", "{worker_urls}", *to_flags(own | native))
+    port = str(native.get("port", "{port}"))
+    options = own | {name: value for name, value in native.items() if name != "port"}
+    words = ["{python}", "-m", "sglang_router.launch_router", "--host", _HOST, "--port", port]
+    return (*words, "--worker-urls", "{worker_urls}", *to_flags(options))

@@ -135,7 +135,7 @@ def _served_models(config: RunConfig, placement: Placement) -> tuple[ServedModel
                 engines.append(
                     ProcessNode(
                         name=f"{name}-{group_name}-{number}",
-                        command=to_engine_command(group, config, index),
+                        command=to_engine_command(group, config, number, index),
                         env=to_engine_env(group, config),
                         python=group.python,
                         devices=placement.engines[index],

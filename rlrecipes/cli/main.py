@@ -1,0 +1,115 @@
+"""`rlrecipes <verb> ...`: finds the verb, and turns what goes wrong into one message and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+
+from rlrecipes import __version__
+from rlrecipes.config.suggest import did_you_mean
+from rlrecipes.errors import Interrupted, RecipeError
+
+VERBS = {
+    "train": "run a recipe, resuming when its run directory holds a checkpoint",
+    "plan": "resolve a recipe and show what would run where; starts nothing",
+    "run": "execute a saved plan: rlrecipes run plan.yaml",
+    "eval": "measure a model on held-out prompts, without training",
+    "compare": "hold runs against each other: what differs, what came of it",
+}
+_COMPLETION = ("-sc", "--shell-completion")
+_TRACEBACK = "RLRECIPES_TRACEBACK"
+
+
+def main() -> None:
+    """Entry point; exits with 0, 1 (the run failed), 2 (the input is wrong) or 128 plus a signal's number."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line.
+
+    Args:
+        arguments: after the program's name.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        return _dispatch(arguments)
+    except RecipeError as error:
+        return _report(str(error), error.exit_code)
+    except Interrupted as stop:
+        message = "stopped by a signal; rerun the same command to go on from the last checkpoint"
+        return _report(message, 128 + stop.signal_number)
+    except KeyboardInterrupt:
+        return _report("stopped before anything was started", 130)
+    except BrokenPipeError:
+        return 1
+    except Exception as error:
+        return _report(f"internal error: {type(error).__name__}: {error}\n    fix: report it with {_TRACEBACK}=1", 1)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    verb = arguments[0] if arguments else "--help"
+    if verb in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    if verb == "--version":
+        print(f"rlrecipes {__version__}")
+        return 0
+    if verb in _COMPLETION:
+        return _complete(arguments)
+    if verb not in VERBS:
+        raise_unknown_verb(verb)
+    module = importlib.import_module(f"rlrecipes.cli.{verb}")
+    code: int | None = module.run(arguments[1:])
+    return code or 0
+
+
+def raise_unknown_verb(verb: str) -> None:
+    """Raise for a verb that is none.
+
+    Raises:
+        InputError: always.
+    """
+    from rlrecipes.errors import InputError
+
+    raise InputError("rlrecipes", f"{verb!r} is not a verb", did_you_mean(verb, VERBS))
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {text}" for verb, text in VERBS.items())
+    return (
+        f"usage: rlrecipes <verb> [group=option] [key=value] [Hydra flags]\n\n{verbs}\n\n"
+        "examples:\n"
+        "  rlrecipes plan recipe=quickstart_sft\n"
+        "  rlrecipes train recipe=quickstart_sft schedule.num_steps=50\n"
+        "  rlrecipes train -m recipe=quickstart_grpo seed=1,2,3\n\n"
+        "`rlrecipes train --help` lists groups and options; "
+        'completion: eval "$(rlrecipes -sc install=bash)"'
+    )
+
+
+def _complete(arguments: list[str]) -> int:
+    """Hydra completes overrides; it knows no verbs, so they are offered here and hidden from it."""
+    line = os.environ.get("COMP_LINE", "")
+    words = line.split(" ")
+    if len(words) == 2 and any(word.startswith("query=") for word in arguments):
+        print(" ".join(verb for verb in VERBS if verb.startswith(words[1])))
+        return 0
+    if len(words) > 2 and words[1] in VERBS:
+        os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
+    from rlrecipes.config.compose import run_hydra_app
+
+    run_hydra_app(lambda recipe: None, arguments)
+    return 0
+
+
+def _report(message: str, code: int) -> int:
+    if os.environ.get(_TRACEBACK):
+        traceback.print_exc()
+    print(f"rlrecipes: {message}", file=sys.stderr)
+    return code

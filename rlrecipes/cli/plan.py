@@ -1,0 +1,53 @@
+"""`rlrecipes plan [overrides] [--yaml] [--save FILE]`: what would run, without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlrecipes.config.compose import ComposedRecipe, run_hydra_app
+from rlrecipes.errors import InputError
+from rlrecipes.plan.cluster import read_local_hosts
+from rlrecipes.plan.nodes import Plan
+from rlrecipes.plan.resolve import resolve
+
+
+def run(arguments: list[str]) -> None:
+    """Show each composed recipe's plan.
+
+    Args:
+        arguments: overrides, Hydra's flags, and our own: ``--yaml`` prints YAML, ``--save FILE`` writes it.
+
+    Raises:
+        InputError: ``--save`` names no file, or it cannot be written.
+    """
+    words = list(arguments)
+    should_print_yaml = "--yaml" in words
+    words = [word for word in words if word != "--yaml"]
+    target = None
+    if "--save" in words:
+        position = words.index("--save")
+        if position + 1 >= len(words):
+            raise InputError("--save", "names no file", "write --save plan.yaml")
+        target = Path(words[position + 1])
+        del words[position : position + 2]
+
+    def show(recipe: ComposedRecipe) -> None:
+        plan = resolve(recipe.config, read_local_hosts(), recipe.origins)
+        if target is not None:
+            _save(plan, target)
+        elif should_print_yaml:
+            print(plan.to_yaml(), end="")
+        else:
+            from rlrecipes.plan.rendering import print_plan
+
+            print_plan(plan)
+
+    run_hydra_app(show, words)
+
+
+def _save(plan: Plan, target: Path) -> None:
+    try:
+        target.write_text(plan.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise InputError(str(target), f"cannot be written: {error.strerror}", "name a writable file") from error
+    print(f"plan {plan.hash} saved; run it with: rlrecipes run {target}")

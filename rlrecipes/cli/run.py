@@ -1,0 +1,40 @@
+"""`rlrecipes run plan.yaml`: exactly what `train` would have done with the recipe the plan was resolved from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlrecipes.errors import InputError
+from rlrecipes.plan.nodes import Plan, load_plan
+
+
+def run(arguments: list[str]) -> None:
+    """Run a saved plan.
+
+    Args:
+        arguments: one path.
+
+    Raises:
+        InputError: not exactly one path.
+    """
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        fix = "write `rlrecipes run plan.yaml`; overrides belong to `rlrecipes plan`"
+        raise InputError("rlrecipes run", f"takes one plan file, not {arguments}", fix)
+    run_and_tell(load_plan(Path(arguments[0])))
+
+
+def run_and_tell(plan: Plan) -> None:
+    """Run a Plan and say what it left behind.
+
+    Args:
+        plan: the Plan.
+    """
+    print(f"{plan.name}: plan {plan.hash}, run directory {plan.run_dir}", flush=True)
+    from rlrecipes.runner.run import run_plan
+
+    result = run_plan(plan)
+    for step, accuracy in sorted(result.evaluations.items()):
+        print(f"  held-out accuracy after {step} steps: {accuracy:.3f}")
+    print(f"{plan.name}: {result.steps} steps done; metrics and curves in {result.run_dir}")
+    if result.hf_path is not None:
+        print(f"  model: {result.hf_path}")

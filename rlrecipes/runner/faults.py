@@ -1,0 +1,101 @@
+"""Signals and locks: how a run stops in order, and how two runs are kept out of one directory."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import IO, Any
+
+from rlrecipes.errors import ConfigError, Interrupted
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """SIGINT or SIGTERM, seen by the loop where it can stop without losing anything.
+
+    The first signal cancels what may be cancelled; a second one ends the process at once (children die with it).
+    """
+
+    def __init__(self) -> None:
+        self._signal: int | None = None
+        self._task: asyncio.Task[Any] | None = None
+
+    def install(self) -> None:
+        """Take over both signals; call inside the running event loop."""
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._receive, number)
+
+    def _receive(self, number: int) -> None:
+        if self._signal is not None:
+            os._exit(128 + number)
+        self._signal = number
+        if self._task is not None:
+            self._task.cancel()
+
+    def check(self) -> None:
+        """Raise when a signal has come.
+
+        Raises:
+            Interrupted: it has.
+        """
+        if self._signal is not None:
+            raise Interrupted(self._signal)
+
+    async def run[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work that may be cancelled without loss.
+
+        Raises:
+            Interrupted: a signal came before or meanwhile; the work has ended.
+        """
+        if self._signal is not None:
+            work.close()
+            self.check()
+        task = self._task = asyncio.create_task(work)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            self.check()
+            raise
+        finally:
+            self._task = None
+
+
+class RunLock:
+    """At most one process runs in a run directory.
+
+    Args:
+        run_dir: made when missing.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> RunLock:
+        """Take the lock; it falls with the process, however that dies.
+
+        Raises:
+            ConfigError: another process has it, or the directory cannot be made.
+        """
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            self._file = (self._run_dir / ".lock").open("w")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            problem = f"another process runs in {self._run_dir}"
+            raise ConfigError("run_dir", problem, "wait for it, or choose another name or run_dir") from error
+        except OSError as error:
+            problem = f"{self._run_dir} cannot be made: {error.strerror}"
+            raise ConfigError("run_dir", problem, "choose a writable place") from error
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Release it."""
+        if self._file is not None:
+            self._file.close()

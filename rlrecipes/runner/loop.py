@@ -1,0 +1,277 @@
+"""The one loop: collect, train, sync; evaluate and save when due. Owns order and resume, no arithmetic."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from rlrecipes.errors import Interrupted
+from rlrecipes.plan.nodes import Plan
+from rlrecipes.rollout.collector import Collection, Collector, CollectProgress
+from rlrecipes.rollout.evaluation import EvaluationResult, run_evaluation
+from rlrecipes.rollout.groups import GroupGenerator
+from rlrecipes.rollout.metrics import compute_rollout_metrics
+from rlrecipes.runner.build import Inputs
+from rlrecipes.runner.checkpoint import CheckpointStore, RunState
+from rlrecipes.runner.cluster import TrainerGroup
+from rlrecipes.runner.faults import StopRequest
+from rlrecipes.runner.servers import ServedModel
+from rlrecipes.runner.training import Learner
+from rlrecipes.tracking.progress import Progress
+from rlrecipes.tracking.tracker import Tracker
+from rlrecipes.weight_sync.session import run_sync
+
+_POLL_INTERVAL_S = 0.5
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the loop drives; runner/run.py builds and closes them.
+
+    ``policy``, ``collector`` and ``eval_generator`` are None where the run serves nothing (SFT without evaluation),
+    ``collector`` also for SFT.
+    """
+
+    plan: Plan
+    inputs: Inputs
+    trainers: TrainerGroup
+    learner: Learner
+    store: CheckpointStore
+    tracker: Tracker
+    progress: Progress
+    stop: StopRequest
+    policy: ServedModel | None
+    collector: Collector | None
+    eval_generator: GroupGenerator | None
+    evaluations: dict[int, float] = field(default_factory=dict)
+    """Step -> held-out accuracy, for the closing words."""
+
+
+class Loop:
+    """Runs the steps of a Plan.
+
+    Args:
+        parts: everything it drives.
+        step: completed so far.
+        weight_version: of the weights the trainer holds; engines are brought to it first.
+    """
+
+    def __init__(self, parts: Parts, step: int, weight_version: int) -> None:
+        self._parts = parts
+        self._plan = parts.plan
+        self._step = step
+        self._weight_version = weight_version
+        self._num_syncs = 0
+        self._saved_step = step
+
+    async def run(self) -> None:
+        """Go from the step reached to the last, and leave a checkpoint whatever stops it in order.
+
+        Raises:
+            RunError: something failed; the last checkpoint stands.
+            Interrupted: a signal came; a checkpoint of the last complete step was written.
+        """
+        try:
+            await self._run_steps()
+        except Interrupted:
+            if self._step > self._saved_step:
+                await self._save()
+            raise
+
+    async def _run_steps(self) -> None:
+        schedule = self._plan.schedule
+        await self._start()
+        while self._step < schedule.num_steps:
+            await self._run_step()
+            if self._step % schedule.save_interval == 0 or self._step == schedule.num_steps:
+                self._parts.tracker.log_metrics(self._step, {"time/checkpoint_s": await self._save()})
+            self._parts.stop.check()
+
+    async def _start(self) -> None:
+        """Engines hold the initial weights from disk; a resumed trainer has moved on. One sync settles it."""
+        if self._parts.policy is None:
+            return
+        metrics = await self._sync(self._weight_version)
+        if self._step == 0 and self._plan.schedule.should_eval_before:
+            metrics |= await self._evaluate()
+        if self._step == 0:
+            self._parts.tracker.log_metrics(0, metrics)
+
+    async def _run_step(self) -> None:
+        started_s = time.monotonic()
+        is_rl = self._parts.collector is not None
+        metrics = await (self._learn_from_rollouts() if is_rl else self._learn_from_samples())
+        self._step += 1
+        is_due = self._is_evaluation_due()
+        if is_rl or is_due:
+            metrics |= await self._sync(self._weight_version + 1)
+        step_s = time.monotonic() - started_s
+        if is_rl:
+            wait_s = metrics["rollout/time_s"]
+            metrics |= {
+                "time/wait_s": wait_s,
+                "time/wait_fraction": wait_s / step_s,
+                "time/idle_fraction": 1 - wait_s / step_s,
+            }
+        metrics |= {"time/step_s": step_s} | _read_system(Path(self._plan.run_dir))
+        self._parts.tracker.log_metrics(self._step, metrics)
+        self._parts.progress.finish_step(self._step - 1, metrics)
+        if is_due:
+            self._parts.tracker.log_metrics(self._step, await self._evaluate())
+
+    def _is_evaluation_due(self) -> bool:
+        schedule = self._plan.schedule
+        is_last = self._step == schedule.num_steps
+        is_interval = schedule.eval_interval > 0 and self._step % schedule.eval_interval == 0
+        return self._parts.eval_generator is not None and (is_last or is_interval)
+
+    async def _learn_from_rollouts(self) -> dict[str, float]:
+        collector, policy = self._parts.collector, self._parts.policy
+        if collector is None or policy is None:
+            raise RuntimeError("RL needs a collector and engines")
+        policy.check_alive()
+        collection, kv_use = await self._parts.stop.run(self._collect(collector, policy))
+        metrics = compute_rollout_metrics(
+            collection, num_gpus=sum(e.num_ranks for e in policy.engines), weight_version=self._weight_version
+        )
+        metrics |= {"rollout/kv_cache_use_fraction": kv_use, "buffer/num_groups": float(len(collection.groups))}
+        metrics |= await self._parts.learner.train_groups(collection.groups)
+        collector.confirm_trained()
+        return metrics
+
+    async def _collect(self, collector: Collector, policy: ServedModel) -> tuple[Collection, float]:
+        def show(progress: CollectProgress) -> None:
+            rate = progress.num_tokens / max(progress.elapsed_s, 1e-9)
+            self._parts.progress.update_rollout(progress.num_groups, progress.num_wanted_groups, rate)
+
+        peak = 0.0
+
+        async def watch() -> None:
+            nonlocal peak
+            while True:
+                policy.check_alive()
+                loads = await asyncio.gather(*(engine.client.load() for engine in policy.engines))
+                peak = max(peak, *(load.kv_cache_use_fraction for load in loads))
+                await asyncio.sleep(_POLL_INTERVAL_S)
+
+        collecting = asyncio.create_task(collector.collect(self._plan.batch.prompts_per_step, show))
+        watching = asyncio.create_task(watch())
+        try:
+            await asyncio.wait({collecting, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()  # an engine died: its error says more than the requests that will fail
+            return await collecting, peak
+        finally:
+            for task in (collecting, watching):
+                task.cancel()
+            await asyncio.gather(collecting, watching, return_exceptions=True)
+
+    async def _learn_from_samples(self) -> dict[str, float]:
+        source = self._parts.inputs.sft
+        if source is None:
+            raise RuntimeError("SFT needs samples")
+        size = self._plan.batch.prompts_per_step
+        first = self._step * size
+        return await self._parts.learner.train_samples([source.sample(index) for index in range(first, first + size)])
+
+    async def _sync(self, version: int) -> dict[str, float]:
+        policy = self._parts.policy
+        if policy is None:
+            return {}
+        config = self._plan.weight_sync
+        started_s = time.monotonic()
+        should_verify = config.verify_interval > 0 and self._num_syncs % config.verify_interval == 0
+        num_bytes = 0
+
+        async def send() -> dict[str, str]:
+            nonlocal num_bytes
+            if config.transport == "disk":
+                num_bytes = await self._send_by_disk(policy, version)
+                return await self._hash_weights() if should_verify else {}
+            checksums: dict[str, str] = {}
+            for part, sent in await self._parts.trainers.run("send_weights", should_verify, True):
+                checksums |= part
+                num_bytes += sent
+            return checksums
+
+        await run_sync(
+            [engine.client for engine in policy.engines],
+            send,
+            version=version,
+            pause_mode=config.pause_mode,
+            should_verify=should_verify,
+            timeout_s=config.timeout_s,
+        )
+        self._weight_version = version
+        self._num_syncs += 1
+        return {
+            "weight_sync/time_s": time.monotonic() - started_s,
+            "weight_sync/num_bytes": float(num_bytes),
+            "weight_sync/weight_version": float(version),
+            "weight_sync/is_verified": float(should_verify),
+        }
+
+    async def _hash_weights(self) -> dict[str, str]:
+        checksums: dict[str, str] = {}
+        for part, _ in await self._parts.trainers.run("send_weights", True, False):
+            checksums |= part
+        return checksums
+
+    async def _send_by_disk(self, policy: ServedModel, version: int) -> int:
+        path = (Path(self._plan.run_dir) / "weights" / f"v{version:06d}").absolute()
+        await self._parts.trainers.run("export_hf", str(path), self._plan.model.path)
+        await asyncio.gather(*(engine.client.update_weights_from_disk(str(path)) for engine in policy.engines))
+        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+    async def _evaluate(self) -> Mapping[str, float]:
+        generator = self._parts.eval_generator
+        if generator is None:
+            return {}
+        started_s = time.monotonic()
+        name, prompts = self._plan.data.name, self._parts.inputs.eval_prompts
+        result: EvaluationResult = await self._parts.stop.run(
+            run_evaluation(
+                generator,
+                prompts,
+                max_concurrent_requests=self._plan.rollout.max_concurrent_requests,
+                max_failed_fraction=self._plan.rollout.max_failed_fraction,
+                on_progress=lambda done: self._parts.progress.update_evaluation(name, done, len(prompts)),
+            )
+        )
+        self._parts.evaluations[self._step] = result.accuracy
+        self._parts.progress.show(
+            f"step {self._step}: held-out accuracy {result.accuracy:.3f} on {len(prompts)} prompts"
+        )
+        return result.to_metrics(name) | {"time/eval_s": time.monotonic() - started_s}
+
+    async def _save(self) -> float:
+        started_s = time.monotonic()
+        collector = self._parts.collector
+        state = RunState(
+            step=self._step,
+            weight_version=self._weight_version,
+            mlflow_run_id=self._parts.tracker.run_id,
+            plan_hash=self._plan.hash,
+            plan=self._plan.to_data(),
+            collector=collector.state() if collector is not None else {},
+        )
+
+        async def save_trainer(path: Path) -> None:
+            await self._parts.trainers.run("save_checkpoint", str(path.absolute()))
+
+        await self._parts.store.save(state, save_trainer)
+        self._saved_step = self._step
+        return time.monotonic() - started_s
+
+
+def _read_system(run_dir: Path) -> dict[str, float]:
+    return {
+        "system/cpu_fraction": psutil.cpu_percent() / 100,
+        "system/memory_bytes": float(psutil.virtual_memory().used),
+        "system/disk_free_bytes": float(psutil.disk_usage(str(run_dir)).free),
+    }

@@ -1,0 +1,59 @@
+"""What must be on disk before processes start: task files, and the weights and tokenizer of a model without a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlrecipes.data.reasoning_tasks import TaskSpec, run_write_tasks
+from rlrecipes.data.rows import RowKeys
+from rlrecipes.plan.nodes import Plan
+
+
+def run_preparation(plan: Plan) -> None:
+    """Write what the Plan says can be made and is not there. Idempotent.
+
+    Args:
+        plan: the Plan.
+
+    Raises:
+        RecipeError: something cannot be made.
+    """
+    write_tasks(plan)
+    if plan.model.is_random:
+        _write_random_model(plan)
+
+
+def write_tasks(plan: Plan) -> None:
+    """Write the task files."""
+    tasks = plan.data.tasks
+    if tasks is None:
+        return
+    spec = TaskSpec(
+        datasets=tasks.datasets,
+        num_train_rows=tasks.num_train_rows,
+        num_eval_rows=tasks.num_eval_rows,
+        seed=tasks.seed,
+        prompt_template=tasks.prompt_template,
+        response_template=tasks.response_template,
+        keys=to_row_keys(plan),
+    )
+    run_write_tasks(plan.data.train_path, plan.data.eval_path, spec)
+
+
+def to_row_keys(plan: Plan) -> RowKeys:
+    """Names of a JSONL row's keys."""
+    data = plan.data
+    return RowKeys(prompt=data.prompt_key, label=data.label_key, metadata=data.metadata_key, response=data.response_key)
+
+
+def _write_random_model(plan: Plan) -> None:
+    path = Path(plan.model.path)
+    if (path / "config.json").is_file():
+        return
+    from rlrecipes.data.tokenizer import build_char_tokenizer
+    from rlrecipes.engines.megatron.initial import run_write_random_model
+
+    tokenizer = build_char_tokenizer(alphabet=plan.model.alphabet)
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(path)
+    run_write_random_model(plan.model, path)

@@ -1,0 +1,239 @@
+"""Executes a Plan: builds every part in order, runs the loop, and takes everything down again, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlrecipes.config.schema import GrpoConfig
+from rlrecipes.engines.sglang.process import find_free_port
+from rlrecipes.errors import ConfigError, Interrupted
+from rlrecipes.plan.nodes import Plan
+from rlrecipes.rollout.evaluation import EvaluationResult, run_evaluation
+from rlrecipes.runner.build import (
+    Inputs,
+    build_client,
+    build_collector,
+    build_eval_generator,
+    build_eval_inputs,
+    build_inputs,
+    build_run_tracker,
+)
+from rlrecipes.runner.checkpoint import CheckpointStore, RunState, check_same_recipe
+from rlrecipes.runner.cluster import TrainerGroup
+from rlrecipes.runner.faults import RunLock, StopRequest
+from rlrecipes.runner.loop import Loop, Parts
+from rlrecipes.runner.preparation import run_preparation, write_tasks
+from rlrecipes.runner.servers import ServedModel
+from rlrecipes.runner.training import Learner
+from rlrecipes.tracking.progress import build_progress
+from rlrecipes.tracking.tracker import RunStatus, Tracker
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run leaves behind.
+
+    Attributes:
+        run_dir: where.
+        steps: completed.
+        evaluations: step -> held-out accuracy, of this process.
+        hf_path: the exported model; None when the recipe asks for none.
+    """
+
+    run_dir: Path
+    steps: int
+    evaluations: Mapping[int, float]
+    hf_path: Path | None
+
+
+def run_plan(plan: Plan) -> RunResult:
+    """Train as the Plan says, resuming when its run directory holds a checkpoint.
+
+    Args:
+        plan: the Plan.
+
+    Raises:
+        InputError: a file or the run directory does not fit; nothing was started.
+        RunError: the run failed; the last checkpoint stands.
+        Interrupted: a signal stopped it in order.
+    """
+    run_dir = Path(plan.run_dir)
+    with RunLock(run_dir):
+        store = CheckpointStore(run_dir, plan.schedule.num_kept_checkpoints)
+        checkpoint, state = _find_resume_point(plan, store)
+        if state is None or not _is_finished(plan, state):
+            run_preparation(plan)
+            inputs = build_inputs(plan)
+            _write_plan(plan, run_dir)
+            return asyncio.run(_run(plan, inputs, store, checkpoint, state))
+        hf_path = run_dir / "hf"
+        return RunResult(run_dir, state.step, {}, hf_path if hf_path.is_dir() else None)
+
+
+def _find_resume_point(plan: Plan, store: CheckpointStore) -> tuple[Path | None, RunState | None]:
+    checkpoint = store.find_latest()
+    if checkpoint is None:
+        if plan.resume == "required":
+            fix = "start it without resume=required, or name the right run_dir"
+            raise ConfigError("resume", f"{plan.run_dir} holds no checkpoint", fix)
+        return None, None
+    if plan.resume == "never":
+        fix = "choose another name or run_dir, or set resume=auto"
+        raise ConfigError("resume", f"{plan.run_dir} already holds {checkpoint.name}", fix)
+    state = store.read_state(checkpoint)
+    check_same_recipe(state.plan, plan, checkpoint)
+    return checkpoint, state
+
+
+def _is_finished(plan: Plan, state: RunState) -> bool:
+    is_exported = not plan.schedule.should_export_hf or (Path(plan.run_dir) / "hf").is_dir()
+    return state.step >= plan.schedule.num_steps and is_exported
+
+
+def _write_plan(plan: Plan, run_dir: Path) -> None:
+    draft = run_dir / ".plan.yaml"
+    draft.write_text(plan.to_yaml(), encoding="utf-8")
+    draft.rename(run_dir / "plan.yaml")
+
+
+async def _run(
+    plan: Plan, inputs: Inputs, store: CheckpointStore, checkpoint: Path | None, state: RunState | None
+) -> RunResult:
+    step = state.step if state else 0
+    stop = StopRequest()
+    stop.install()
+    async with AsyncExitStack() as stack:
+        tracker = _start_tracker(plan, state, stack)
+        progress = stack.enter_context(build_progress(plan.schedule.num_steps, plan.name, step))
+        if state is not None:
+            progress.show(f"resuming {plan.run_dir} after step {step}")
+        policy, trainers = await _start_processes(plan, checkpoint, stack, stop)
+        collector = eval_generator = None
+        if policy is not None:
+            client = await stack.enter_async_context(build_client(plan, policy.router_url))
+            collector = build_collector(plan, inputs, client) if isinstance(plan.algo, GrpoConfig) else None
+            eval_generator = build_eval_generator(plan, inputs, client) if inputs.eval_prompts else None
+        if collector is not None and state is not None:
+            collector.restore(state.collector)
+        parts = Parts(
+            plan=plan,
+            inputs=inputs,
+            trainers=trainers,
+            learner=Learner(plan, trainers),
+            store=store,
+            tracker=tracker,
+            progress=progress,
+            stop=stop,
+            policy=policy,
+            collector=collector,
+            eval_generator=eval_generator,
+        )
+        await Loop(parts, step, state.weight_version if state else 0).run()
+        hf_path = await _export(plan, trainers)
+    return RunResult(Path(plan.run_dir), plan.schedule.num_steps, parts.evaluations, hf_path)
+
+
+def _start_tracker(plan: Plan, state: RunState | None, stack: AsyncExitStack) -> Tracker:
+    tracker = build_run_tracker(plan, state.mlflow_run_id if state else None)
+
+    def finish(kind: type[BaseException] | None, *_: object) -> None:
+        failed = RunStatus.INTERRUPTED if kind is Interrupted else RunStatus.FAILED
+        tracker.finish(RunStatus.FINISHED if kind is None else failed)
+
+    stack.push(finish)
+    tracker.resume(state.step if state else -1)
+    tracker.log_plan(plan.to_data(), plan.to_yaml(), _describe_changes(plan))
+    return tracker
+
+
+def _describe_changes(plan: Plan) -> str:
+    """What the recipe or the command line set, against the defaults of the groups."""
+    changed = [
+        f"{path}  # {origin}"
+        for path, origin in plan.provenance.items()
+        if origin.startswith(("override", "conf/recipe/"))
+    ]
+    return "\n".join(sorted(changed)) + "\n"
+
+
+async def _start_processes(
+    plan: Plan, checkpoint: Path | None, stack: AsyncExitStack, stop: StopRequest
+) -> tuple[ServedModel | None, TrainerGroup]:
+    log_dir = Path(plan.run_dir) / "logs"
+    policy = ServedModel(plan.policy, log_dir) if plan.policy is not None else None
+    if policy is not None:
+        stack.push_async_callback(policy.close)
+        policy.launch()  # engines come up while Ray and the trainers do
+    trainers = TrainerGroup(plan, log_dir)
+    stack.push_async_callback(trainers.close)
+    await stop.run(_start_trainers(plan, trainers, checkpoint))
+    if policy is not None:
+        await stop.run(policy.wait_until_ready())
+        engines = [(engine.url, engine.num_ranks) for engine in policy.engines]
+        await stop.run(_connect(trainers, plan, engines))
+    return policy, trainers
+
+
+async def _start_trainers(plan: Plan, trainers: TrainerGroup, checkpoint: Path | None) -> None:
+    await trainers.start()
+    await trainers.run("load_hf", str(Path(plan.model.path).absolute()))  # the reference too, where one is kept
+    if checkpoint is not None:
+        await trainers.run("load_checkpoint", str(checkpoint.absolute()))
+
+
+async def _connect(trainers: TrainerGroup, plan: Plan, engines: list[tuple[str, int]]) -> None:
+    ports = [(engines, find_free_port()) for _ in range(plan.trainer.num_ranks)]
+    await trainers.run("connect", per_rank=ports)
+
+
+async def _export(plan: Plan, trainers: TrainerGroup) -> Path | None:
+    if not plan.schedule.should_export_hf:
+        return None
+    path = Path(plan.run_dir) / "hf"
+    await trainers.run("export_hf", str(path.absolute()), str(Path(plan.model.path).absolute()))
+    return path
+
+
+def run_held_out_evaluation(plan: Plan) -> EvaluationResult:
+    """Evaluate the Plan's model as it is, without a trainer.
+
+    Args:
+        plan: the Plan.
+
+    Raises:
+        ConfigError: nothing is held out.
+        RunError: the engines failed.
+    """
+    if plan.data.eval_path is None or plan.policy is None:
+        raise ConfigError("data.eval_path", "is null: nothing is held out", "give data.eval_path=<JSONL file>")
+    write_tasks(plan)
+    inputs = build_eval_inputs(plan)
+    return asyncio.run(_evaluate(plan, inputs))
+
+
+async def _evaluate(plan: Plan, inputs: Inputs) -> EvaluationResult:
+    stop = StopRequest()
+    stop.install()
+    async with AsyncExitStack() as stack:
+        if plan.policy is None:
+            raise RuntimeError("checked by the caller")
+        policy = ServedModel(plan.policy, Path(plan.run_dir) / "logs")
+        stack.push_async_callback(policy.close)
+        policy.launch()
+        await stop.run(policy.wait_until_ready())
+        client = await stack.enter_async_context(build_client(plan, policy.router_url))
+        work = run_evaluation(
+            build_eval_generator(plan, inputs, client),
+            inputs.eval_prompts,
+            max_concurrent_requests=plan.rollout.max_concurrent_requests,
+            max_failed_fraction=plan.rollout.max_failed_fraction,
+        )
+        return await stop.run(work)
+
+
+logging.getLogger("rlrecipes").addHandler(logging.NullHandler())
