@@ -19,12 +19,10 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
     MissingConfigException,
-    OverrideParseException,
     SearchPathException,
 )
 from hydra.types import RunMode
@@ -78,7 +76,7 @@ def _compose(prepared: Sequence[str], config_dirs: Sequence[Path]) -> ComposedRe
     paths = ",".join(f"'file://{directory.absolute()}'" for directory in config_dirs)
     words = [*prepared, f"hydra.searchpath=[{paths}]"] if paths else list(prepared)
     with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-        return to_recipe(hydra.compose("config", overrides=words), words)
+        return to_recipe(hydra.compose("config", overrides=words), words, config_dirs)
 
 
 def run_hydra_app(task: Callable[[ComposedRecipe], None], arguments: Sequence[str]) -> None:
@@ -106,19 +104,20 @@ def run_hydra_app(task: Callable[[ComposedRecipe], None], arguments: Sequence[st
         raise _explain(error, [word for word in words if _is_override(word)], config_dirs) from error
 
 
-def to_recipe(composed: DictConfig, overrides: Sequence[str]) -> ComposedRecipe:
+def to_recipe(composed: DictConfig, overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> ComposedRecipe:
     """Leave OmegaConf: resolve, validate, and keep where each value came from.
 
     Args:
         composed: Hydra's result.
         overrides: as Hydra got them.
+        config_dirs: directories that Hydra was told of by an override.
 
     Raises:
         ConfigError: every problem found.
     """
     loader = GlobalHydra.instance().config_loader()
     task_overrides = [word for word in overrides if not word.startswith("hydra")]
-    origins = read_origins(loader, "config", list(overrides))
+    origins = read_origins(loader, "config", list(overrides), config_dirs)
     data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     if not isinstance(data, dict):
         raise ConfigError("config", f"is a {type(data).__name__}, not a mapping", "start from conf/config.yaml")
@@ -161,24 +160,39 @@ def prepare_overrides(overrides: Sequence[str], config_dirs: Sequence[Path] = ()
     Raises:
         ConfigError: one cannot be parsed.
     """
-    roots = [_CONF_DIR, *config_dirs]
-    prepared, problems = [], []
+    prepared: list[str] = []
+    problems: list[Problem] = []
     for word in overrides:
         try:
             (parsed,) = OverridesParser.create().parse_overrides([word])
-        except (OverrideParseException, HydraException) as error:
-            reason = str(error).splitlines()[0]
+        except HydraException as error:
             fix = "write key=value, quoting special characters"
-            problems.append(Problem(word, f"is not an override: {reason}", fix))
+            problems.append(Problem(word, f"is not an override: {str(error).splitlines()[0]}", fix))
             continue
         key = parsed.key_or_group
-        is_group = any((root / key.partition("@")[0]).is_dir() for root in roots)
-        is_value = parsed.type in (OverrideType.CHANGE, OverrideType.ADD) and not is_group
-        own = key == "hydra" or key.startswith(("hydra.", "hydra/"))
-        prepared.append("++" + word.lstrip("+") if is_value and not own else word)
+        options = _options(key.partition("@")[0], config_dirs)
+        if not key:
+            problems.append(Problem(word, "is not an override: nothing stands before the =", "write key=value"))
+        elif options and not parsed.is_delete() and not parsed.is_sweep_override() and not _is_option(parsed.value()):
+            problems.append(
+                Problem(key, f"is a group, and {parsed.value()!r} no option of it", did_you_mean("", options))
+            )
+        elif options or parsed.is_delete() or key == "hydra" or key.startswith(("hydra.", "hydra/")):
+            prepared.append(word)
+        else:
+            prepared.append("++" + word.lstrip("+"))
     if problems:
         raise ConfigError.from_problems(problems)
     return prepared
+
+
+def _options(group: str, config_dirs: Sequence[Path]) -> set[str]:
+    roots = [root / group for root in (_CONF_DIR, *config_dirs) if group and (root / group).is_dir()]
+    return {file.stem for root in roots for file in root.glob("*.yaml")}
+
+
+def _is_option(value: object) -> bool:
+    return isinstance(value, str | list)
 
 
 def _explain(error: Exception, overrides: Sequence[str], config_dirs: Sequence[Path]) -> ConfigError:

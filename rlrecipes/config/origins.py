@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ Origins = dict[str, str]
 """Dotted path -> ``conf/algo/grpo.yaml:3`` or ``override``."""
 
 
-def read_origins(loader: Any, config_name: str, overrides: list[str]) -> Origins:
+def read_origins(loader: Any, config_name: str, overrides: list[str], config_dirs: Sequence[Path] = ()) -> Origins:
     """Trace every key of every file Hydra composed, in its order, then the overrides.
 
     Args:
         loader: Hydra's config loader.
         config_name: the primary config.
         overrides: as Hydra got them.
+        config_dirs: directories that Hydra searches beside the loader's own.
 
     Returns:
         The last place that set each path.
@@ -32,7 +33,9 @@ def read_origins(loader: Any, config_name: str, overrides: list[str]) -> Origins
         if default.config_path is None or default.config_path.startswith("hydra"):
             continue
         source = loader.repository.load_config(default.config_path)
-        file = _locate(source.path, default.config_path) if source is not None else None
+        roots = [f"file://{directory.absolute()}" for directory in config_dirs]
+        roots += [source.path] if source is not None else []
+        file = next((found for root in roots if (found := _locate(root, default.config_path))), None)
         if file is None:
             continue
         package = default.package or ""

@@ -95,6 +95,7 @@ _SGLANG_CPU: NativeOptions = {
     "grammar_backend": "none",
     "disable_cuda_graph": True,
     "skip_server_warmup": True,
+    "sleep_on_idle": True,  # its scheduler otherwise spins on a core that the trainer needs
 }
 
 

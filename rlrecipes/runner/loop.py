@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from rlrecipes.errors import Interrupted
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.rollout.collector import Collection, Collector, CollectProgress
@@ -22,6 +20,7 @@ from rlrecipes.runner.cluster import TrainerGroup
 from rlrecipes.runner.faults import StopRequest
 from rlrecipes.runner.servers import ServedModel
 from rlrecipes.runner.training import Learner
+from rlrecipes.tracking.environment import measure_system
 from rlrecipes.tracking.progress import Progress
 from rlrecipes.tracking.tracker import Tracker
 from rlrecipes.weight_sync.session import run_sync
@@ -118,7 +117,7 @@ class Loop:
                 "time/wait_fraction": wait_s / step_s,
                 "time/idle_fraction": 1 - wait_s / step_s,
             }
-        metrics |= {"time/step_s": step_s} | _read_system(Path(self._plan.run_dir))
+        metrics |= {"time/step_s": step_s} | measure_system(Path(self._plan.run_dir))
         self._parts.tracker.log_metrics(self._step, metrics)
         self._parts.progress.finish_step(self._step - 1, metrics)
         if is_due:
@@ -267,11 +266,3 @@ class Loop:
         await self._parts.store.save(state, save_trainer)
         self._saved_step = self._step
         return time.monotonic() - started_s
-
-
-def _read_system(run_dir: Path) -> dict[str, float]:
-    return {
-        "system/cpu_fraction": psutil.cpu_percent() / 100,
-        "system/memory_bytes": float(psutil.virtual_memory().used),
-        "system/disk_free_bytes": float(psutil.disk_usage(str(run_dir)).free),
-    }

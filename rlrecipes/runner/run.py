@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -147,7 +146,8 @@ def _start_tracker(plan: Plan, state: RunState | None, stack: AsyncExitStack) ->
 
     stack.push(finish)
     tracker.resume(state.step if state else -1)
-    tracker.log_plan(plan.to_data(), plan.to_yaml(), _describe_changes(plan))
+    params = {name: value for name, value in plan.to_data().items() if name not in ("provenance", "notes")}
+    tracker.log_plan(params, plan.to_yaml(), _describe_changes(plan))
     return tracker
 
 
@@ -234,6 +234,3 @@ async def _evaluate(plan: Plan, inputs: Inputs) -> EvaluationResult:
             max_failed_fraction=plan.rollout.max_failed_fraction,
         )
         return await stop.run(work)
-
-
-logging.getLogger("rlrecipes").addHandler(logging.NullHandler())

@@ -1,7 +1,8 @@
 """Trainer's tensors hashed as an engine hashes its own, and the comparison of the two.
 
-SGLang keeps query, key and value (and gate and up) as one tensor each, and hashes a CPU tensor as the first 8 bytes
-of the SHA-256 of its memory. Parts of a fused tensor must arrive in order, which the weight map guarantees.
+SGLang keeps query, key and value (and gate and up) as one tensor each, pads the vocabulary with rows of zeros, and
+hashes a CPU tensor as the first 8 bytes of the SHA-256 of its memory. Parts of a fused tensor must arrive in order,
+which the weight map guarantees.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from rlrecipes.weight_sync.protocols import NamedTensors
 
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+_OF_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+_VOCABULARY_MULTIPLE = 64
 _PART = re.compile(r"\.(" + "|".join(_FUSED) + r")\.")
 _FIX = "the engine would sample from other weights than the trainer's: report it with the plan"
 
@@ -46,6 +49,9 @@ class ChecksumTee:
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             hasher = self._hashers.setdefault(to_engine_name(name), hashlib.sha256())
             hasher.update(memoryview(flat.numpy()))
+            if name.endswith(_OF_VOCABULARY):
+                num_padded = -tensor.shape[0] % _VOCABULARY_MULTIPLE
+                hasher.update(bytes(num_padded * tensor[0].numel() * tensor.element_size()))
             yield name, tensor
 
     def checksums(self) -> dict[str, str]:

@@ -1,0 +1,66 @@
+# Every target works on a bare checkout: Python 3.12, git and make are enough.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3.12
+VENV := .venv
+BIN := $(VENV)/bin
+SGLANG := .venv-sglang
+UV = $(BIN)/uv
+STAMP := $(VENV)/.installed
+SGLANG_STAMP := $(SGLANG)/.installed
+export OMP_NUM_THREADS ?= 1
+
+help: ## show this
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
+
+quickstart: $(STAMP) ## train a small model on two cores: SFT, then GRPO; shows what it learned
+	@bash benchmarks/quickstart.sh $(BIN)/rlrecipes
+
+test: check $(STAMP) $(SGLANG_STAMP) ## static checks and all CPU tests (under 15 minutes on two cores)
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-full: check $(STAMP) $(SGLANG_STAMP) ## the same and the slow ones
+	$(BIN)/pytest -m "not gpu"
+
+test-gpu: $(STAMP) ## what only a GPU can show
+	$(BIN)/pytest -m gpu tests/gpu
+
+check: $(STAMP) ## lint, types, import rules, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/codespell rlrecipes conf docs tests benchmarks README.md CONTRIBUTING.md CHANGELOG.md
+
+fmt: $(STAMP) ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+setup: $(STAMP) ## make .venv from the lock
+
+sglang: $(SGLANG_STAMP) ## make .venv-sglang, the real SGLang for CPU
+
+docs: $(STAMP) ## write the generated pages of docs/
+	$(BIN)/python -m rlrecipes.tracking.metrics > docs/metrics.md
+	$(BIN)/python -m rlrecipes.config.reference > docs/config.md
+
+lock: $(STAMP) ## resolve requirements/*.in anew
+	cd requirements && for pair in dev.in:lock.txt sglang-cpu.in:sglang-cpu.txt trl.in:trl.txt; do \
+	  ../$(UV) pip compile -q --universal --python-version 3.12 --generate-hashes --no-emit-index-url --no-header $${pair%:*} -o $${pair#*:}; done
+	cd requirements && ../$(UV) pip compile -q --no-deps --python-version 3.12 --generate-hashes --no-emit-index-url --no-header sglang.in -o sglang.txt
+
+$(VENV)/bin/uv: requirements/uv.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements/uv.txt
+
+$(STAMP): requirements/lock.txt pyproject.toml $(VENV)/bin/uv
+	$(UV) pip sync -q --python $(BIN)/python --require-hashes requirements/lock.txt
+	$(UV) pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(SGLANG_STAMP): requirements/sglang-cpu.txt requirements/sglang.txt $(STAMP)
+	$(UV) venv -q --allow-existing --python $(BIN)/python $(SGLANG)
+	$(UV) pip install -q --python $(SGLANG)/bin/python --no-deps --require-hashes -r requirements/sglang-cpu.txt -r requirements/sglang.txt
+	@touch $@
+
+.PHONY: help quickstart test test-full test-gpu check fmt setup sglang docs lock
