@@ -16,7 +16,7 @@ torch.cuda.synchronize = lambda device=None: None
 """SGLang's weights checker waits for a GPU whatever the device is; on a CPU there is nothing to wait for."""
 
 
-def assign_req_to_token_pool_cpu(  # noqa: PLR0913 - the kernel's own signature
+def assign_req_to_token_pool_cpu(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
     start_offset: torch.Tensor,
