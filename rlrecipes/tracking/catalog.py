@@ -1,0 +1,196 @@
+"""The catalogue of metrics: every name a run may log, with its unit, meaning and reading. Owns data, no behaviour.
+
+A name with ``<...>`` in it is an open family: the placeholder stands for one path segment (a dataset, a reward part).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric, or one open family of them.
+
+    Attributes:
+        name: ``group/name``; may hold one ``<placeholder>`` segment.
+        unit: of the value; ``1`` when it has none.
+        explanation: one line: what is measured.
+        reading: one line: how to read it.
+        better: the direction people steer to; empty where neither is better as such.
+    """
+
+    name: str
+    unit: str
+    explanation: str
+    reading: str
+    better: Literal["higher", "lower", ""] = ""
+
+
+REWARD = (
+    Metric("reward/mean", "reward", "mean reward of the step's rollouts", "rising means the policy learns", "higher"),
+    Metric("reward/std", "reward", "spread of rewards over the step's rollouts", "near 0: nothing left to learn from"),
+    Metric("reward/min", "reward", "smallest reward of the step", "constant: some prompts are never solved"),
+    Metric("reward/max", "reward", "largest reward of the step", "stuck at the floor: tasks are too hard"),
+    Metric("reward_part/<name>", "reward", "mean of one named part of the reward", "shows which part moves the sum"),
+)
+
+EVAL = (
+    Metric(
+        "eval/<dataset>/accuracy",
+        "fraction",
+        "share of held-out prompts answered right",
+        "rising is the goal",
+        "higher",
+    ),
+    Metric("eval/<dataset>/reward", "reward", "mean reward on held-out prompts", "should follow reward/mean", "higher"),
+    Metric(
+        "eval/<dataset>/truncated_fraction", "fraction", "held-out answers cut at the limit", "rising: raise the limit"
+    ),
+    Metric(
+        "eval/<dataset>/response_tokens", "tokens", "mean length of held-out answers", "rising means longer answers"
+    ),
+)
+
+LENGTHS = (
+    Metric(
+        "response/mean_tokens", "tokens", "mean generated tokens a rollout", "sudden growth: look for reward hacking"
+    ),
+    Metric("response/max_tokens", "tokens", "longest response of the step", "at the limit: answers are being cut"),
+    Metric("response/min_tokens", "tokens", "shortest response of the step", "near 0: the policy stops at once"),
+    Metric("response/truncated_fraction", "fraction", "rollouts cut at the length limit", "above 0.1: raise the limit"),
+    Metric("prompt/mean_tokens", "tokens", "mean tokens of the step's prompts", "changes only with the data"),
+)
+
+ROLLOUT = (
+    Metric("rollout/num_groups", "groups", "groups handed to training", "below the batch size: groups were dropped"),
+    Metric("rollout/num_rollouts", "rollouts", "rollouts handed to training", "groups times group size"),
+    Metric(
+        "rollout/failed_fraction", "fraction", "rollouts that failed", "above 0: read the reasons in the log", "lower"
+    ),
+    Metric("rollout/aborted_fraction", "fraction", "rollouts aborted before their end", "rising: work is thrown away"),
+    Metric(
+        "rollout/zero_variance_fraction",
+        "fraction",
+        "groups whose rewards are all equal, which teach GRPO nothing",
+        "near 1: tasks are all too easy or all too hard",
+    ),
+    Metric(
+        "rollout/num_filtered_groups", "groups", "groups dropped by filters", "rising: more sampling a trained group"
+    ),
+    Metric(
+        "rollout/tokens_per_s_per_gpu",
+        "tokens/s",
+        "generated tokens a second and accelerator (or CPU engine)",
+        "falling at equal lengths: engines are starved or swap",
+        "higher",
+    ),
+    Metric(
+        "rollout/longest_tokens_per_s",
+        "tokens/s",
+        "speed of the step's longest rollout",
+        "it bounds the step: falling means a longer tail",
+        "higher",
+    ),
+    Metric(
+        "rollout/prefix_cache_hit_fraction",
+        "fraction",
+        "prompt tokens found in the engines' prefix cache",
+        "near (group size - 1) / group size is the most single turns can reach",
+        "higher",
+    ),
+    Metric("rollout/kv_cache_use_fraction", "fraction", "share of KV cache in use at the peak", "at 1: requests queue"),
+    Metric("rollout/time_s", "s", "from the first request to the last answer of the step", "lower is faster", "lower"),
+)
+
+STALENESS = (
+    Metric("staleness/mean", "weight versions", "mean of (trained - sampled) weight version", "0 means on-policy"),
+    Metric("staleness/max", "weight versions", "largest age of a trained sample", "never above the schedule's limit"),
+)
+
+TRAIN = (
+    Metric("train/loss", "1", "the loss the optimizer saw", "near 0 in GRPO by construction: read reward instead"),
+    Metric("train/policy_loss", "1", "policy-gradient part of the loss", "its level says little; spikes say trouble"),
+    Metric("train/grad_norm", "1", "gradient norm before clipping", "spikes: lower the learning rate"),
+    Metric("train/lr", "1", "learning rate of the last train step", "follows the schedule"),
+    Metric(
+        "train/clip_fraction", "fraction", "trained tokens whose ratio was clipped", "above 0.2: steps are too large"
+    ),
+    Metric("train/approx_kl", "nats", "KL between old and new policy over the step", "above 0.1: steps are too large"),
+    Metric("train/ref_kl", "nats", "KL from the frozen reference", "rising: the policy leaves the reference"),
+    Metric("train/entropy", "nats", "mean entropy of the policy's next token", "falling to 0: exploration has died"),
+    Metric("train/ratio_mean", "1", "mean of new over old probability", "should stay near 1"),
+    Metric("train/ratio_max", "1", "largest ratio of new over old probability", "large: a few tokens dominate"),
+    Metric(
+        "train/rollout_logprob_abs_diff_mean",
+        "nats",
+        "mean distance of the engine's and the trainer's log probability of a trained token",
+        "rising: engine and trainer disagree about the weights or the maths",
+        "lower",
+    ),
+    Metric(
+        "train/rollout_logprob_abs_diff_max",
+        "nats",
+        "largest such distance in the step",
+        "a jump: look at that step's weight sync",
+        "lower",
+    ),
+    Metric("train/num_tokens", "tokens", "tokens in the step's train batch, prompts included", "the work of the step"),
+    Metric("train/num_train_steps", "train steps", "optimizer updates in the step", "more than 1: off-policy updates"),
+    Metric("train/num_micro_batches", "micro-batches", "forward passes of a rank in the step", "fewer is faster"),
+    Metric("train/tokens_per_s", "tokens/s", "trained tokens a second, all ranks", "higher is faster", "higher"),
+    Metric(
+        "train/mfu_fraction", "fraction", "model FLOPs used of what the hardware has", "low: small batches", "higher"
+    ),
+    Metric("train/time_s", "s", "time of the step's train steps", "lower is faster", "lower"),
+)
+
+SFT = (
+    Metric("sft/loss", "nats", "mean negative log-likelihood of a trained token", "falling means it learns", "lower"),
+    Metric(
+        "sft/eval_loss", "nats", "the same on held-out samples", "rising while sft/loss falls: overfitting", "lower"
+    ),
+    Metric("sft/token_accuracy", "fraction", "trained tokens predicted first", "rising means it learns", "higher"),
+    Metric("sft/num_tokens", "tokens", "trained tokens in the step", "the work of the step"),
+)
+
+WEIGHT_SYNC = (
+    Metric(
+        "weight_sync/time_s", "s", "from pausing the engines to continuing them", "engines stand still so long", "lower"
+    ),
+    Metric("weight_sync/num_bytes", "bytes", "weights sent to each engine", "constant for one model and precision"),
+    Metric("weight_sync/weight_version", "1", "version of the weights the engines serve", "rises by one a sync"),
+    Metric("weight_sync/is_verified", "0 or 1", "whether all checksums were compared and equal", "0: check is off"),
+)
+
+LOOP = (
+    Metric("buffer/num_groups", "groups", "groups waiting to be trained", "rising: training is the slower side"),
+    Metric("time/step_s", "s", "the whole step", "the number to make smaller", "lower"),
+    Metric("time/wait_s", "s", "time the trainer waited for rollouts", "high: rollouts are the slower side", "lower"),
+    Metric("time/wait_fraction", "fraction", "time/wait_s over time/step_s", "above 0.5: add engines", "lower"),
+    Metric("time/idle_fraction", "fraction", "share of the step the engines had no request", "above 0.5: add trainers"),
+    Metric("time/logprobs_s", "s", "computing old and reference log probabilities", "lower is faster", "lower"),
+    Metric("time/checkpoint_s", "s", "the step's checkpoint kept the loop waiting", "high: save less often", "lower"),
+    Metric("time/eval_s", "s", "evaluation on held-out prompts", "high: evaluate less often", "lower"),
+)
+
+SYSTEM = (
+    Metric("system/cpu_fraction", "fraction", "use of all cores of the head node", "at 1: the host is the limit"),
+    Metric("system/memory_bytes", "bytes", "memory in use on the head node", "rising step by step: a leak"),
+    Metric("system/disk_free_bytes", "bytes", "free space under the run directory", "near 0: checkpoints will fail"),
+)
+
+CATALOG: dict[str, tuple[Metric, ...]] = {
+    "Reward": REWARD,
+    "Evaluation": EVAL,
+    "Lengths": LENGTHS,
+    "Rollout": ROLLOUT,
+    "Staleness": STALENESS,
+    "Training": TRAIN,
+    "Supervised fine-tuning": SFT,
+    "Weight sync": WEIGHT_SYNC,
+    "Loop": LOOP,
+    "System": SYSTEM,
+}
+"""Title of a group -> its metrics, in the order of docs/metrics.md."""

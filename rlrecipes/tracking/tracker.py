@@ -1,0 +1,183 @@
+"""The tracker: what the loop tells metrics and artifacts. Owns the layout of tracking in a run directory.
+
+<run_dir>/metrics.jsonl         every metric; the truth
+<run_dir>/mlflow_upload.json    what MLflow shall have and has
+<run_dir>/artifacts/            texts logged as artifacts
+<run_dir>/curves.png            drawn at the end
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rlrecipes.tracking.curves import draw_curves
+from rlrecipes.tracking.environment import collect_git, collect_machine, collect_packages
+from rlrecipes.tracking.log import MetricLog, MetricRecord
+from rlrecipes.tracking.metrics import check_metrics
+from rlrecipes.tracking.mlflow_sink import METRICS_FILE, MlflowSink
+from rlrecipes.tracking.upload_state import LOGGER
+
+CURVES_FILE = "curves.png"
+
+
+class RunStatus(StrEnum):
+    """How a run ended, in MLflow's words."""
+
+    FINISHED = "FINISHED"
+    FAILED = "FAILED"
+    INTERRUPTED = "KILLED"
+
+
+class Tracker:
+    """Tracks one run.
+
+    Args:
+        run_dir: the run's directory.
+        log: its metric log.
+        sink: of MLflow; None tracks in files alone.
+    """
+
+    def __init__(self, run_dir: Path, log: MetricLog, sink: MlflowSink | None = None) -> None:
+        self._run_dir = run_dir
+        self._log = log
+        self._sink = sink
+
+    @property
+    def run_id(self) -> str | None:
+        """MLflow's id of the run, for the checkpoint; None without MLflow or before it answered."""
+        return self._sink.run_id if self._sink else None
+
+    def log_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Log metrics; they are on disk when this returns.
+
+        Args:
+            step: of the loop.
+            metrics: name -> number; names of the registry only.
+
+        Raises:
+            ContractError: a name the registry lacks, or a value that is no number; nothing is logged then.
+            RunError: the disk is full.
+        """
+        self._log.append(step, check_metrics(metrics))
+        if self._sink:
+            self._sink.notify()
+
+    def log_plan(self, plan: Mapping[str, object], plan_yaml: str, defaults_diff: str) -> None:
+        """Log what the run is and what it runs on: parameters, plan, difference to the defaults, git, environment.
+
+        Args:
+            plan: nested values; become MLflow's parameters under dotted names.
+            plan_yaml: the resolved plan, whole.
+            defaults_diff: what differs from the defaults.
+        """
+        if self._sink is None:
+            return
+        self._sink.log_params(plan)
+        self.log_text("plan.yaml", plan_yaml)
+        self.log_text("defaults_diff.txt", defaults_diff)
+        self.log_text("environment/packages.txt", "\n".join(collect_packages()) + "\n")
+        self.log_text("environment/machine.json", json.dumps(collect_machine(), indent=1) + "\n")
+        self._log_git("git", Path(__file__).parent)
+        if not _is_same_checkout(Path.cwd(), Path(__file__)):
+            self._log_git("git_of_working_directory", Path.cwd())
+
+    def _log_git(self, name: str, directory: Path) -> None:
+        state = collect_git(directory)
+        if state is None or self._sink is None or "site-packages" in directory.parts:
+            return
+        tags = {f"{name}.commit": state.commit, f"{name}.branch": state.branch, f"{name}.is_dirty": str(state.is_dirty)}
+        if name == "git":
+            tags["mlflow.source.git.commit"] = state.commit
+        self._sink.log_tags(tags)
+        if state.is_dirty:
+            self.log_text(f"{name}/status.txt", state.status)
+            self.log_text(f"{name}/diff.patch", state.diff)
+
+    def log_artifact(self, path: Path, target: str | None = None) -> None:
+        """Add a file to the MLflow run.
+
+        Args:
+            path: the file; must stay where it is.
+            target: path on the server, ending in the file's own name; its name alone by default.
+        """
+        if self._sink:
+            self._sink.log_artifact(path, target)
+
+    def log_text(self, target: str, text: str) -> None:
+        """Add a text to the MLflow run, as a file.
+
+        Args:
+            target: path on the server, such as ``rollouts/step_5.txt``.
+            text: its contents.
+        """
+        if self._sink:
+            self._sink.log_text(target, text)
+
+    def resume(self, step: int) -> int:
+        """Forget what was logged after a checkpoint; the run logs it again.
+
+        MLflow keeps both values of a step; the later one is the run's, and ``compare`` reads that one.
+
+        Args:
+            step: the last one that the checkpoint holds.
+
+        Returns:
+            How many records were removed.
+        """
+        num_removed = self._log.truncate_after(step)
+        if self._sink:
+            self._sink.notify()
+        return num_removed
+
+    def read(self) -> list[MetricRecord]:
+        """Everything logged so far, oldest first."""
+        return self._log.read()
+
+    def finish(self, status: RunStatus = RunStatus.FINISHED) -> bool:
+        """Draw the curves, upload what is left for a bounded time, and close.
+
+        Args:
+            status: how the run ended.
+
+        Returns:
+            Whether MLflow has everything (True without MLflow).
+        """
+        try:
+            curves = self._run_dir / CURVES_FILE
+            if draw_curves({self._run_dir.name: [self._log.read()]}, curves):
+                self.log_artifact(curves)
+        except Exception as error:
+            LOGGER.warning("the curves are not drawn: %s", error)
+        self._log.close()
+        return self._sink.close(status) if self._sink else True
+
+
+def build_tracker(
+    run_dir: Path, tracking_uri: str | None, experiment: str, run_name: str, run_id: str | None = None
+) -> Tracker:
+    """Build the tracker of a run, new or resumed.
+
+    Args:
+        run_dir: the run's directory; made when missing.
+        tracking_uri: MLflow's; None or empty tracks in files alone.
+        experiment: MLflow's experiment.
+        run_name: MLflow's name of the run.
+        run_id: of the MLflow run to continue, from a checkpoint; None continues the run directory's own.
+
+    Returns:
+        A tracker whose MLflow thread has started; nothing waits for MLflow.
+
+    Raises:
+        RunError: the metric log cannot be opened.
+    """
+    log = MetricLog(run_dir / METRICS_FILE)
+    sink = MlflowSink(tracking_uri, experiment, run_name, run_dir, run_id) if tracking_uri else None
+    return Tracker(run_dir, log, sink)
+
+
+def _is_same_checkout(directory: Path, source: Path) -> bool:
+    return next((p for p in (directory, *directory.parents) if (p / ".git").exists()), None) in (None, *source.parents)
