@@ -55,7 +55,7 @@ def compute_policy_objective(  # noqa: PLR0913 (one keyword a config key)
         (loss, metrics): [T] each, finite in masked slots whatever stands there in the inputs. Metrics carry no
         gradient and mean something only where ``loss_mask``:
 
-        - ``ratio``, ``clip_fraction`` (1 where clipped): see ``compute_clipped_policy_loss``.
+        - ``policy_loss``, ``ratio``, ``clip_fraction`` (1 where clipped): see ``compute_clipped_policy_loss``.
         - ``approx_kl``: k3 estimate of KL(old policy || current policy).
         - ``ref_kl``: ``kl_estimator``'s estimate of KL(current policy || reference), with ``ref_logprobs``.
         - ``entropy``: of the current policy, when given.
@@ -91,6 +91,7 @@ def compute_policy_objective(  # noqa: PLR0913 (one keyword a config key)
         dual_clip=dual_clip,
     )
     metrics = {
+        "policy_loss": loss,
         "ratio": ratio,
         "clip_fraction": is_clipped.to(ratio.dtype),
         "approx_kl": compute_kl(logprobs=chosen["old_logprobs"], ref_logprobs=chosen["logprobs"], estimator="k3"),

@@ -135,7 +135,7 @@ def _fill(
         chosen = choose(open_bins, totals)
         bins[chosen].append(int(index))
         totals[chosen] += lengths[index]
-    return [sorted(indices) for indices in bins]
+    return bins
 
 
 def _choose_emptiest(open_bins: np.ndarray, totals: np.ndarray) -> int:

@@ -148,6 +148,13 @@ def test_tokens_are_balanced_over_ranks():
     assert max(tokens) < 1.01 * min(tokens)
     grid = build_grid(samples_of([8, 8, 1, 1, 1, 1]), num_ranks=2, max_tokens=8)
     assert rank_tokens(grid) == [10, 10]
+    grid = build_grid(samples_of([8, 7, 6, 5]), num_ranks=2, max_tokens=8)
+    assert rank_tokens(grid) == [13, 13]
+
+
+def test_ties_go_by_the_order_of_samples():
+    ((micro_batch,),) = build_grid(samples_of([2] * 200), num_ranks=1, max_tokens=400)
+    assert micro_batch.sample_indices == tuple(range(200))
 
 
 def test_full_bins_are_found_where_balanced_ones_do_not_fit():
