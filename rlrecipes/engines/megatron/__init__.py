@@ -1,6 +1,20 @@
 """The trainer: Megatron-Core ranks, weights and checkpoints."""
 
+import logging
 import warnings
+
+import torch
 
 # Megatron tells at import, one line a module, that its optional GPU packages are not there.
 warnings.filterwarnings("ignore", module="megatron")
+logging.getLogger("megatron").setLevel(logging.ERROR)
+
+if not torch.cuda.is_available():
+    # At import Megatron wraps small functions in torch.compile. Without CUDA that would need a C++ compiler, and the
+    # import alone costs seconds and 300 MB; Megatron takes `torch.compile` once, when its first module is imported.
+    _compile = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        import megatron.core.jit  # noqa: F401
+    finally:
+        torch.compile = _compile

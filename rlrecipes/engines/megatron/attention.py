@@ -128,12 +128,17 @@ class _Gather(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _attend(block: Block, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _gather(x: Tensor, index: Tensor, back: Tensor, blank: Tensor | None = None) -> Tensor:
+    out: Tensor = _Gather.apply(x, index, back, blank)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _attend(block: Block, scale: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention of one block; [N, heads or groups, width] in, [N, heads, width] out."""
 
     def pad(x: Tensor) -> Tensor:
         if block.padded_from is not None:
-            x = _Gather.apply(x, block.padded_from, block.packed_from, None)
+            x = _gather(x, block.padded_from, block.packed_from)
         return x.view(block.num_samples, block.length, *x.shape[1:]).transpose(1, 2)
 
     out = torch.nn.functional.scaled_dot_product_attention(
@@ -141,7 +146,7 @@ def _attend(block: Block, query: Tensor, key: Tensor, value: Tensor, scale: floa
     )
     out = out.transpose(1, 2).reshape(block.num_samples * block.length, *query.shape[1:])
     if block.padded_from is not None:
-        out = _Gather.apply(out, block.packed_from, block.padded_from, block.padding)
+        out = _gather(out, block.packed_from, block.padded_from, block.padding)
     return out
 
 
@@ -160,18 +165,17 @@ def compute_packed_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqle
     """
     layout = build_layout(cu_seqlens)
     if layout.order is not None:
-        query, key, value = (_Gather.apply(x, layout.order, layout.inverse, None) for x in (query, key, value))
+        query, key, value = (_gather(x, layout.order, layout.inverse) for x in (query, key, value))
     parts = [
-        _attend(block, *(x.narrow(0, block.start, block.num_tokens) for x in (query, key, value)), scale=scale)
+        _attend(block, scale, *(x.narrow(0, block.start, block.num_tokens) for x in (query, key, value)))
         for block in layout.blocks
     ]
     if layout.order is None:
         return parts[0]
-    out: Tensor = _Gather.apply(torch.cat(parts), layout.inverse, layout.order, None)
-    return out
+    return _gather(torch.cat(parts), layout.inverse, layout.order)
 
 
-class PackedAttention(MegatronModule):
+class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Core attention of a layer spec; takes what Megatron gives ``DotProductAttention``, with ``PackedSeqParams``."""
 
     def __init__(self, config: Any, layer_number: int, **kwargs: Any) -> None:
@@ -226,7 +230,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Rotate the gradient back."""
-        return _rotate(grads[0], *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0], cos, sin, -1), None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
@@ -260,5 +265,5 @@ def apply_packed_rope(
     if cp_size != 1 or interleaved:
         raise NotImplementedError("packed rotary embedding on CPU: no context parallelism, no interleaved pairs")
     cos, sin = _build_rotation(cu_seqlens, freqs)
-    out: Tensor = _Rotate.apply(x, cos.to(x.dtype), sin.to(x.dtype))
+    out: Tensor = _Rotate.apply(x, cos.to(x.dtype), sin.to(x.dtype))  # type: ignore[no-untyped-call]
     return out

@@ -104,7 +104,7 @@ def _patch_tensor_methods() -> None:
             return str(answer).replace("torch.", "torch.cuda.", 1)
         return answer
 
-    torch.Tensor.cuda = to_cuda  # type: ignore[method-assign]
+    torch.Tensor.cuda = to_cuda  # type: ignore[method-assign, assignment]
     torch.Tensor.type = to_type  # type: ignore[method-assign, assignment]
 
 
@@ -129,8 +129,8 @@ def _patch_megatron() -> None:
 def run_patches() -> None:
     """Patch torch and Megatron for a process without CUDA, once; hides CUDA from this process and its children."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Megatron's small functions are torch.compiled; on a CPU that needs a C++ compiler.
-    torch.compiler.set_stance("force_eager")
+    if "torch._dynamo" in sys.modules:  # a machine with CUDA: Megatron's small functions were wrapped at import
+        torch.compiler.set_stance("force_eager")
     _patch_torch_cuda()
     _patch_tensor_methods()
     _patch_megatron()

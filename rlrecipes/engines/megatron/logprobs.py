@@ -93,5 +93,7 @@ def compute_logprobs(
     Returns:
         (logprobs, entropy): [T] float32 nats, the same on every rank of the group; both carry gradient.
     """
-    logprobs, entropy = _VocabularyLogprobs.apply(logits, targets, temperature, vocab_size, group)
-    return logprobs, entropy
+    both: tuple[Tensor, Tensor] = _VocabularyLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits, targets, temperature, vocab_size, group
+    )
+    return both

@@ -228,7 +228,7 @@ class WeightMap:
             return [torch.cat(halves) for halves in zip(*(part.chunk(2) for part in parts), strict=True)]
         whole = torch.cat(parts)
         grouped = whole.view(self._shapes.num_query_groups, -1, *whole.shape[1:])
-        return [part.flatten(0, 1) for part in grouped.split(self._rows_per_group(), 1)]
+        return [part.flatten(0, 1) for part in torch.split(grouped, self._rows_per_group(), 1)]
 
     def _rows_per_group(self) -> list[int]:
         """Rows of query, key and value of one query group."""

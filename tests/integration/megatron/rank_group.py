@@ -1,0 +1,212 @@
+"""Two processes that build trainer ranks again and again: starting one costs seconds, building a rank does not."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlrecipes.config.schema import ModelShapes, OptimConfig
+from rlrecipes.plan.nodes import DeviceNode, ModelNode, TrainerNode
+from rlrecipes.types import Sample
+
+_TASK_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sp: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+SINGLE, TP2, TP2_SP, PP2, DP2 = Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2)
+
+
+def build_model_node(family: str = "qwen3", *, is_tied: bool = True, dtype: str = "float32") -> ModelNode:
+    return ModelNode(
+        name=family,
+        family=family,
+        path="",
+        is_random=True,
+        init_seed=5,
+        alphabet=None,
+        shapes=ModelShapes(
+            num_layers=4,
+            hidden_size=48,
+            ffn_hidden_size=80,
+            num_attention_heads=4,
+            num_query_groups=2,
+            kv_channels=16,
+            vocab_size=97,
+            rotary_base=5000.0,
+            norm_epsilon=1e-6,
+            max_position_embeddings=128,
+            qk_layernorm=family == "qwen3",
+            add_qkv_bias=family == "qwen2",
+            untie_embeddings_and_output_weights=not is_tied,
+        ),
+        dtype=dtype,
+        num_parameters=1,
+        flops_per_token=1.0,
+    )
+
+
+def build_trainer_node(layout: Layout, *, needs_reference: bool = False, **changes: Any) -> TrainerNode:
+    optim = {
+        "lr": 1e-2,
+        "min_lr": 1e-3,
+        "lr_decay_style": "cosine",
+        "num_warmup_train_steps": 2,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "adam_eps": 1e-8,
+        "weight_decay": 0.1,
+        "clip_grad": 1.0,
+    }
+    node = {
+        "device": "cpu",
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "data_parallel_size": layout.dp,
+        "sequence_parallel": layout.sp,
+        "max_tokens_per_micro_batch": 96,
+        "num_threads": 1,
+        "is_deterministic": False,
+        "needs_reference": needs_reference,
+        "seed": 3,
+        "temperature": 0.7,
+        "num_train_steps_total": 10,
+        "optim": OptimConfig(**optim),
+        "megatron": {},
+        "devices": (DeviceNode(node=0, gpu=None),) * layout.num_ranks,
+    }
+    return TrainerNode(**node | changes)
+
+
+def build_samples(num_samples: int, *, seed: int = 0, vocab_size: int = 97) -> list[Sample]:
+    """Samples of very different lengths, with every field a policy objective reads."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for index in range(num_samples):
+        length = int(rng.integers(3, 60))
+        mask = np.arange(length) >= int(rng.integers(1, length))
+        samples.append(
+            Sample(
+                token_ids=tuple(int(token) for token in rng.integers(0, vocab_size, length)),
+                loss_mask=tuple(bool(trained) for trained in mask),
+                rollout_logprobs=tuple(float(x) for x in -rng.random(length)),
+                prompt_index=index,
+                sibling=0,
+                old_logprobs=(-6 * rng.random(length)).astype(np.float32),
+                ref_logprobs=(-6 * rng.random(length)).astype(np.float32),
+                advantages=np.full(length, rng.standard_normal(), np.float32),
+                loss_weights=(mask / mask.sum() / num_samples).astype(np.float32),
+            )
+        )
+    return samples
+
+
+def find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, tasks: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while (task := tasks.recv()) is not None:
+        function, port, arguments = task
+        try:
+            tasks.send((True, function(rank, port, *arguments)))
+        except BaseException:
+            tasks.send((False, traceback.format_exc()))
+        finally:
+            _leave_process_group()
+
+
+def _leave_process_group() -> None:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+class RankGroup:
+    """Runs a module-level function ``(rank, port, *arguments)`` on the first n processes at once."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(2)]
+        self._tasks = [ours for ours, _ in pipes]
+        self._processes = [
+            context.Process(target=_serve, args=(rank, theirs), daemon=False) for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        port = find_free_port()
+        for tasks in self._tasks[:num_ranks]:
+            tasks.send((function, port, arguments))
+        answers = []
+        for rank, tasks in enumerate(self._tasks[:num_ranks]):
+            assert tasks.poll(_TASK_TIMEOUT_S), f"rank {rank} gave no answer"
+            answers.append(tasks.recv())
+        assert all(is_done for is_done, _ in answers), "\n".join(text for is_done, text in answers if not is_done)
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        for process, tasks in zip(self._processes, self._tasks, strict=True):
+            with contextlib.suppress(OSError):
+                tasks.send(None)
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+@contextlib.contextmanager
+def rank_group() -> Iterator[RankGroup]:
+    group = RankGroup()
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def write_hf_model(node: ModelNode, path: Path) -> Any:
+    """Write what transformers itself would, with weights large enough to tell a wrong place from a right one."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rlrecipes.engines.megatron.initial import to_hf_config
+
+    config = to_hf_config(node)
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config.pop("model_type"), **config), attn_implementation="eager"
+    ).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.15)
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    return model.eval()
