@@ -73,9 +73,9 @@ def compute_policy_objective(  # noqa: PLR0913 (one keyword a config key)
     if kl_coef_in_loss and (kl_estimator == "k1" or "ref_logprobs" not in batch):
         raise ContractError(
             "algos.compute_policy_objective.kl_coef_in_loss",
-            f"the KL is in the loss with estimator {kl_estimator} and "
-            f"{'' if 'ref_logprobs' in batch else 'no '}ref_logprobs",
-            "give ref_logprobs, and use k2 or k3: k1 has no gradient in expectation",
+            f"a KL in the loss needs ref_logprobs (given: {'ref_logprobs' in batch}) and an estimator whose gradient "
+            f"is not zero in expectation (given: {kl_estimator})",
+            "keep a reference, and use k2 or k3",
         )
     if entropy_coef and entropy is None:
         raise ContractError(

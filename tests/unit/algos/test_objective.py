@@ -93,8 +93,8 @@ def test_only_what_is_given_is_reported():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch": {name: BATCH[name] for name in BATCH if name != "ref_logprobs"}}, "no ref_logprobs"),
-        ({"kl_estimator": "k1"}, "estimator k1"),
+        ({"batch": {name: BATCH[name] for name in BATCH if name != "ref_logprobs"}}, r"ref_logprobs \(given: False\)"),
+        ({"kl_estimator": "k1"}, r"\(given: k1\)"),
         ({"entropy": None}, "no entropy"),
         ({"logprobs": LOGPROBS[1:]}, "shapes differ"),
     ],
