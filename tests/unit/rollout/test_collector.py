@@ -236,3 +236,19 @@ def test_what_cannot_be_is_refused():
     assert build_filters(["nonzero_variance"]) == (keep_nonzero_variance,)
     with pytest.raises(ConfigError, match="did you mean 'nonzero_variance'"):
         build_filters(["non_zero_variance"])
+
+
+def test_a_bug_stops_everything_else_at_once():
+    async def run():
+        async def generate(*, request_id, **request):
+            if request_id == "run-1-1":
+                raise AssertionError("a bug")
+            await asyncio.Event().wait()
+
+        client = ScriptedClient()
+        client.generate = generate
+        with pytest.raises(AssertionError, match="a bug"):
+            await make_collector(client).collect(3)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert not asyncio.run(run())
