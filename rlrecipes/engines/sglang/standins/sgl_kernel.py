@@ -34,10 +34,12 @@ def assign_req_to_token_pool_cpu(
         out_cache_loc: [sum of lengths], the slots, request after request.
         max_context_len: not needed here.
     """
-    lengths = (end_offset - start_offset).tolist()
-    rows, starts = req_pool_indices.tolist(), start_offset.tolist()
-    for row, start, slots in zip(rows, starts, out_cache_loc.split(lengths), strict=True):
-        req_to_token[row, start : start + len(slots)] = slots.to(req_to_token.dtype)
+    taken = 0
+    requests = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
+    for row, start, end in requests:
+        slots = out_cache_loc[taken : taken + end - start]
+        req_to_token[row, start:end] = slots.to(req_to_token.dtype)
+        taken += end - start
 
 
 def __getattr__(name: str) -> object:
