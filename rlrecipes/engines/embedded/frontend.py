@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,7 +129,7 @@ class Frontend:
             if ticket is not None:
                 ticket.progress.put_nowait(progress)
 
-    async def generate(self, body: GenerateBody) -> AsyncIterator[Any]:
+    async def generate(self, body: GenerateBody) -> AsyncGenerator[Any]:
         """Answer a call: yields once without ``stream``, else each time an answer grows.
 
         Raises:
@@ -160,10 +160,10 @@ class Frontend:
                 call.is_aborted = True
             self.scheduler.run(lambda: self.scheduler.abort(None))
             return
-        call = self._calls.get(rid)
-        if call is not None:
-            call.is_aborted = True
-            rids = set(call.children)
+        named = self._calls.get(rid)
+        if named is not None:
+            named.is_aborted = True
+            rids = set(named.children)
         else:
             rids = {rid} & self._tickets.keys()
         if rids:

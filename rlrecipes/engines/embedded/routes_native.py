@@ -57,7 +57,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         except ValueError as error:
             return to_native_error(error)
         finally:
-            await answers.aclose()  # type: ignore[attr-defined]
+            await answers.aclose()
     response = await start_events(request)
     try:
         async for answer in answers:
@@ -71,7 +71,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         }
         await response.write(b"data: " + orjson.dumps({"error": content}) + b"\n\n")
     finally:
-        await answers.aclose()  # type: ignore[attr-defined]
+        await answers.aclose()
     await response.write(b"data: [DONE]\n\n")
     return response
 
@@ -110,7 +110,7 @@ async def health_generate(request: web.Request) -> web.Response:
     except (TimeoutError, ApiError):
         return web.Response(status=503)
     finally:
-        await answers.aclose()  # type: ignore[attr-defined]
+        await answers.aclose()
     return web.Response()
 
 

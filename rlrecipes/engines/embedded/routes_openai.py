@@ -243,7 +243,7 @@ async def _answer(
     except ValueError as error:
         return to_openai_error(str(error), status=getattr(error, "status", 400))
     finally:
-        await generator.aclose()  # type: ignore[attr-defined]
+        await generator.aclose()
     if not isinstance(answers, list):
         answers = [answers]
     first = answers[0]["meta_info"]
@@ -302,7 +302,7 @@ async def _stream(
         if options and options.include_usage:
             await send([], _to_usage([sent.last[index] for index in sorted(sent.last)], body.n))
     finally:
-        await answers.aclose()  # type: ignore[attr-defined]
+        await answers.aclose()
     await response.write(b"data: [DONE]\n\n")
     return response
 

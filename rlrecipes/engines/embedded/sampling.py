@@ -279,7 +279,7 @@ def apply_penalties(
     """
     p = parameters
     if output_ids and (p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1.0):
-        ids, counts = torch.tensor(output_ids).unique(return_counts=True)
+        ids, counts = torch.unique(torch.tensor(output_ids), return_counts=True)
         penalised = logits[ids] - p.frequency_penalty * counts - p.presence_penalty
         factor = p.repetition_penalty
         logits[ids] = torch.where(penalised < 0, penalised * factor, penalised / factor)

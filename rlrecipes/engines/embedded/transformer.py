@@ -200,7 +200,7 @@ class Transformer:
         tile = 1 if weight.shape in self._single_row_shapes else TILE_ROWS
         if len(rows) == tile:
             return functional.linear(rows, weight, bias)
-        return torch.cat([functional.linear(part, weight, bias) for part in rows.split(tile)])
+        return torch.cat([functional.linear(part, weight, bias) for part in torch.split(rows, tile)])
 
     def _check_row_independence(self) -> None:
         """See for every matrix shape whether all places in a tile give the same bits, and use single rows if not."""

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import HashStore, PrefixStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -151,14 +152,15 @@ class UpdateGroups:
             TransferError: no meeting.
         """
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         try:
             timeout = distributed_c10d.default_pg_timeout
-            rendezvous = dist.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout)
-            store, rank, world_size = next(rendezvous)
+            meeting = rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout)
+            store, rank, world_size = next(meeting)
             store.set_timeout(timeout)
             group, _ = distributed_c10d._new_process_group_helper(
-                world_size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name,
+                world_size, rank, [], dist.Backend(backend), PrefixStore(name, store),
+                group_name=distributed_c10d.GroupName(name),
                 timeout=timeout,
             )  # fmt: skip
             distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
@@ -212,7 +214,7 @@ class UpdateGroups:
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         flat = torch.empty(sum(sizes), dtype=torch.uint8)
         dist.broadcast(flat, src=0, group=group)
-        parts = flat.split(sizes)
+        parts = torch.split(flat, sizes)
         return [
             (name, part.view(tensor.dtype).reshape(tensor.shape))
             for name, part, tensor in zip(names, parts, tensors, strict=True)
