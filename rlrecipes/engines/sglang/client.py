@@ -139,7 +139,12 @@ class ServingClient:
             retry_error_callback=give_up,
         )
         attempts = iter(range(1, 1_000_000))
-        return await retrying(lambda: self._post(body | {"rid": f"{request_id}.{next(attempts)}"}, headers))
+
+        # A lambda would not do: tenacity awaits only what is a coroutine function.
+        async def post() -> tuple[int, bytes]:
+            return await self._post(body | {"rid": f"{request_id}.{next(attempts)}"}, headers)
+
+        return await retrying(post)
 
     def _to_completion(self, content: bytes, duration_s: float) -> Completion:
         try:
