@@ -1,6 +1,7 @@
 """The catalogue of metrics: every name a run may log, with its unit, meaning and reading. Owns data, no behaviour.
 
-A name with ``<...>`` in it is an open family: the placeholder stands for one path segment (a dataset, a reward part).
+A name with ``<...>`` in it is an open family: the placeholder stands for a dataset, a reward part or a number and holds
+no slash.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ class Metric:
     """One metric, or one open family of them.
 
     Attributes:
-        name: ``group/name``; may hold one ``<placeholder>`` segment.
+        name: ``group/name``; may hold ``<placeholders>``.
         unit: of the value; ``1`` when it has none.
         explanation: one line: what is measured.
         reading: one line: how to read it.
@@ -42,6 +43,13 @@ EVAL = (
         "fraction",
         "share of held-out prompts answered right",
         "rising is the goal",
+        "higher",
+    ),
+    Metric(
+        "eval/<dataset>/pass_at_<k>",
+        "fraction",
+        "share of held-out prompts that k answers get right at least once",
+        "far above accuracy: the policy can, but not reliably",
         "higher",
     ),
     Metric("eval/<dataset>/reward", "reward", "mean reward on held-out prompts", "should follow reward/mean", "higher"),

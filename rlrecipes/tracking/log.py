@@ -107,13 +107,10 @@ class MetricLog:
         kept = [record for record in records if record.step <= step]
         if len(kept) == len(records):
             return 0
-        replacement = self.path.with_name(self.path.name + ".new")
         try:
             write_atomically(self.path, b"".join(_to_line(record) for record in kept))
             descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                replacement.unlink()
             raise _to_run_error(self.path, error) from error
         os.close(self._descriptor)
         self._descriptor = descriptor
@@ -157,11 +154,16 @@ def write_atomically(path: Path, data: bytes) -> None:
         OSError: the disk is full or refuses; the file is then as before.
     """
     replacement = path.with_name(path.name + ".new")
-    with replacement.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    replacement.replace(path)
+    try:
+        with replacement.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        replacement.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            replacement.unlink()
+        raise
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

@@ -126,7 +126,7 @@ class MlflowSink:
         """Say that the metric log has grown or was truncated; the thread looks within seconds."""
         self._wake.set()
 
-    def close(self, status: str = "FINISHED", timeout_s: float = 20.0) -> bool:
+    def close(self, status: str = "FINISHED", timeout_s: float = 30.0) -> bool:
         """Send what is left, for a bounded time.
 
         Args:

@@ -40,6 +40,7 @@ def test_values_of_every_number_type_become_floats():
 
 def test_open_families_take_one_segment():
     assert find_metric("eval/gsm8k/accuracy").name == "eval/<dataset>/accuracy"
+    assert find_metric("eval/gsm8k/pass_at_8").name == "eval/<dataset>/pass_at_<k>"
     assert find_metric("reward_part/format").unit == "reward"
     assert find_metric("eval/a/b/accuracy") is None
     assert find_metric("reward_part/") is None
