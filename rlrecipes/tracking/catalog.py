@@ -59,6 +59,13 @@ EVAL = (
     Metric(
         "eval/<dataset>/response_tokens", "tokens", "mean length of held-out answers", "rising means longer answers"
     ),
+    Metric(
+        "eval/<dataset>/pass_at_<k>",
+        "fraction",
+        "estimated chance that one of k answers is right; with several answers a prompt",
+        "rising while accuracy stands still: the policy explores; falling: it narrows",
+        "higher",
+    ),
 )
 
 LENGTHS = (
