@@ -45,26 +45,12 @@ EVAL = (
         "rising is the goal",
         "higher",
     ),
-    Metric(
-        "eval/<dataset>/pass_at_<k>",
-        "fraction",
-        "share of held-out prompts that k answers get right at least once",
-        "far above accuracy: the policy can, but not reliably",
-        "higher",
-    ),
     Metric("eval/<dataset>/reward", "reward", "mean reward on held-out prompts", "should follow reward/mean", "higher"),
     Metric(
         "eval/<dataset>/truncated_fraction", "fraction", "held-out answers cut at the limit", "rising: raise the limit"
     ),
     Metric(
         "eval/<dataset>/response_tokens", "tokens", "mean length of held-out answers", "rising means longer answers"
-    ),
-    Metric(
-        "eval/<dataset>/pass_at_<k>",
-        "fraction",
-        "estimated chance that one of k answers is right; with several answers a prompt",
-        "rising while accuracy stands still: the policy explores; falling: it narrows",
-        "higher",
     ),
 )
 
