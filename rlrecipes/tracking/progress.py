@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 MIN_LINE_INTERVAL_S = 10.0
 _NUM_STEPS_FOR_ETA = 10
@@ -173,7 +173,7 @@ class LineProgress(AbstractContextManager["LineProgress"]):
 
 
 class LiveProgress(AbstractContextManager["LiveProgress"]):
-    """Two bars that stay at the bottom of a terminal: steps, and the work inside the step.
+    """Stays at the bottom of a terminal: a bar of steps, one of the work inside the step, a line of numbers.
 
     Args:
         total_steps: of the run.
@@ -183,30 +183,38 @@ class LiveProgress(AbstractContextManager["LiveProgress"]):
     """
 
     def __init__(self, total_steps: int, title: str, first_step: int, console: Console) -> None:
-        from rich import progress
+        from rich import live, progress
 
         self._steps = StepClock(total_steps)
         self._tokens_per_s = 0.0
+        self._numbers = ""
         self._bars = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(bar_width=24),
             progress.MofNCompleteColumn(),
             progress.TimeElapsedColumn(),
             progress.TextColumn("{task.fields[note]}"),
-            console=console,
         )
         self._step_bar = self._bars.add_task(title, total=total_steps, completed=first_step, note="")
         self._work_bar = self._bars.add_task("rollout", total=None, visible=False, note="")
+        # The numbers have a line of their own: beside the bars they would push them off an 80-column terminal.
+        self._live = live.Live(console=console, get_renderable=self._render)
+
+    def _render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(self._bars, Text(self._numbers)) if self._numbers else self._bars
 
     def __enter__(self) -> Self:
         """Start showing."""
-        self._bars.start()
+        self._live.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Leave the last state on the terminal."""
         self._bars.update(self._work_bar, visible=False)
-        self._bars.stop()
+        self._live.stop()
 
     def update_rollout(self, done: int, total: int, tokens_per_s: float) -> None:
         """See ``Progress``."""
@@ -226,13 +234,13 @@ class LiveProgress(AbstractContextManager["LiveProgress"]):
     def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """See ``Progress``."""
         step_s, eta_s = self._steps.finish_step(step)
-        note = "  ".join([*describe_step(metrics, step_s, self._tokens_per_s), f"{format_duration(eta_s)} left"])
-        self._bars.update(self._step_bar, completed=step + 1, note=note)
+        self._numbers = "  ".join(describe_step(metrics, step_s, self._tokens_per_s))
+        self._bars.update(self._step_bar, completed=step + 1, note=f"{format_duration(eta_s)} left")
         self._bars.reset(self._work_bar, visible=False)
 
     def show(self, text: str) -> None:
         """See ``Progress``."""
-        self._bars.console.print(text, markup=False, highlight=False)
+        self._live.console.print(text, markup=False, highlight=False)
 
 
 def describe_step(metrics: Mapping[str, float], step_s: float, tokens_per_s: float) -> list[str]:

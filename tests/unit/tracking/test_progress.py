@@ -98,16 +98,27 @@ def test_a_file_gets_plain_lines_and_a_terminal_a_bar():
     text = plain.file.getvalue()
     assert text.startswith("[bold]literally[/bold]\ntrain: step 3/3: reward 0.412") and "\x1b" not in text
 
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=140, _environ={"TERM": "xterm"})
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "xterm"})
     with build_progress(40, "grpo", first_step=10, console=terminal) as progress:
         assert isinstance(progress, LiveProgress)
         progress.update_rollout(3, 8, 1234.5)
-        progress._bars.refresh()
+        progress._live.refresh()
         progress.update_evaluation("chain_sum", 5, 9)
-        progress._bars.refresh()
-        progress.finish_step(10, METRICS)
+        progress._live.refresh()
+        progress.finish_step(10, METRICS | {"eval/chain_sum/accuracy": 0.5})
         progress.show("[bold]literally[/bold]")
     shown = terminal.file.getvalue()
-    for part in ("grpo", "10/40", "prompts", "3/8", "1234 tokens/s", "eval chain_sum", "5/9", "11/40", "reward 0.412"):
+    for part in (
+        "grpo",
+        "10/40",
+        "prompts",
+        "3/8",
+        "1234 tokens/s",
+        "eval chain_sum",
+        "5/9",
+        "11/40",
+        "reward 0.412",
+        "s/step",
+    ):
         assert part in shown, part
     assert "[bold]literally[/bold]" in shown and "left" in shown
