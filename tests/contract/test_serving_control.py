@@ -1,4 +1,4 @@
-"""Control of a running engine, by our own client: abort, pause, cache, weights, memory, state; alike on both servers."""
+"""Control of a running engine by our client: abort, pause, cache, weights, memory, state; alike on both servers."""
 
 from __future__ import annotations
 
