@@ -94,7 +94,8 @@ def _generate(spec: TaskSpec) -> Iterator[bytes]:
     datasets = {name: _build_dataset(name, params, num_rows, spec.seed) for name, params in spec.datasets.items()}
     if not datasets:
         raise ConfigError(_WHERE, "names no dataset", "name at least one, such as chain_sum: {}")
-    streams = {name: iter(dataset) for name, dataset in datasets.items()}
+    # Not iter(dataset): that is the dataset itself, and every further loop over it starts again at its first entry.
+    streams = {name: map(dataset.__getitem__, range(len(dataset))) for name, dataset in datasets.items()}
     seen: set[bytes] = set()
     while True:
         for name in datasets:

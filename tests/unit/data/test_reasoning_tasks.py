@@ -88,3 +88,10 @@ def test_too_few_distinct_questions_are_an_error(paths):
     with pytest.raises(DataError, match="distinct questions were found of 5006"):
         run_write_tasks(*paths, replace(SPEC, datasets={"chain_sum": SUMS}, num_train_rows=5000))
     assert not paths[0].exists()
+
+
+def test_many_questions_are_found_where_there_are_many(paths):
+    """Two-digit sums and differences: 16200 questions, beside 200 of one digit that keep coming back."""
+    datasets = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}
+    run_write_tasks(*paths, replace(SPEC, datasets=datasets, num_train_rows=2000))
+    assert len({row["prompt"] for row in read(paths[0]) + read(paths[1])}) == 2006
