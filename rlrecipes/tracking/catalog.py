@@ -45,6 +45,13 @@ EVAL = (
         "rising is the goal",
         "higher",
     ),
+    Metric(
+        "eval/<dataset>/pass_at_<k>",
+        "fraction",
+        "share of held-out prompts that k answers get right at least once",
+        "far above accuracy: the policy can, but not reliably",
+        "higher",
+    ),
     Metric("eval/<dataset>/reward", "reward", "mean reward on held-out prompts", "should follow reward/mean", "higher"),
     Metric(
         "eval/<dataset>/truncated_fraction", "fraction", "held-out answers cut at the limit", "rising: raise the limit"
