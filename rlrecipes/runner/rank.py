@@ -41,6 +41,7 @@ class RankWorker:
         self._master = (master_address, master_port)
         self._transport: Transport | None = None
         self._trainer: TrainerRank | None = None
+        self._loop = asyncio.new_event_loop()  # one for all calls: the engines' clients keep connections open
 
     def start(self) -> None:
         """Import, join the process group and build model and optimizer, weights still arbitrary."""
@@ -123,7 +124,7 @@ class RankWorker:
                 timeout_s=timeout_s,
             )
         if self._transport is not None:
-            asyncio.run(self._transport.connect())
+            self._loop.run_until_complete(self._transport.connect())
 
     def send_weights(self, should_hash: bool, should_send: bool) -> tuple[dict[str, str], int]:
         """Send every tensor of this rank's pipeline stage; ranks that are no source only help to gather.
@@ -153,13 +154,13 @@ class RankWorker:
                 if should_send and self._transport is not None:
                     await self._transport.send(bucket)
 
-        asyncio.run(send_all())
+        self._loop.run_until_complete(send_all())
         return tee.checksums(), num_bytes
 
     def close(self) -> None:
         """Leave all process groups."""
         if self._transport is not None:
-            asyncio.run(self._transport.close())
+            self._loop.run_until_complete(self._transport.close())
         if self._trainer is not None:
             self._trainer.close()
 
