@@ -49,7 +49,7 @@ def test_rewards_and_rows_stay_paired_under_permutation(pairs, data):
     order = data.draw(st.permutations(range(len(pairs))))
     straight = advantages_of(pairs, normalize_std=True)
     shuffled = advantages_of([pairs[place] for place in order], normalize_std=True)
-    torch.testing.assert_close(shuffled, straight[list(order)], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(shuffled, straight[list(order)], rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -115,3 +115,10 @@ def test_sft_objective_is_the_negative_logprob_of_trained_tokens():
     assert gradient.tolist() == [0.0, -1.0, -1.0, 0.0]
     assert set(metrics) == {"entropy"}
     assert run(entropy=None, objective=compute_sft_objective)[3] == {}
+
+
+def test_a_monitored_kl_cannot_spoil_the_loss():
+    far = BATCH | {"ref_logprobs": torch.tensor([0.0, 500.0, 500.0, 0.0])}
+    loss, gradient, _, metrics = run(far, **OPTIONS | {"kl_coef_in_loss": 0.0})
+    assert metrics["ref_kl"].isinf().any()
+    assert loss.isfinite().all() and gradient.isfinite().all()

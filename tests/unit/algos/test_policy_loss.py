@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from rlrecipes.algos.policy_loss import compute_clipped_policy_loss, compute_sft_loss
 from rlrecipes.errors import ContractError
 
-TOKEN = st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-4, 4))
+# Steps of 1/64 put no ratio on a bound, and no advantage where rounding decides what is clipped.
+LOGPROB = st.integers(-192, 0).map(lambda steps: steps / 64)
+TOKEN = st.tuples(LOGPROB, LOGPROB, st.integers(-32, 32).map(lambda steps: steps / 8))
 
 
 def slow_token(logprob, old_logprob, advantage, clip_low, clip_high, dual_clip):
