@@ -427,9 +427,14 @@ def test_put_is_post(server: Server, reference: Reference) -> None:
     assert server.ok("/generate", body, method="PUT")["output_ids"] == reference.greedy(reference.prompt, 4)
 
 
-def test_a_whole_context_can_be_used(server: Server, reference: Reference) -> None:
-    prompt = (reference.prompt * 100)[: CONTEXT_LENGTH - 10]
-    answer = server.generate(prompt, max_new_tokens=10, ignore_eos=True)
-    assert len(answer["output_ids"]) == 10
-    default = server.generate(reference.prompt, max_new_tokens=None, ignore_eos=True)
-    assert len(default["output_ids"]) == 128
+def test_the_context_ends_two_tokens_early(server: Server, reference: Reference) -> None:
+    prompt = reference.prompt * 100
+    for size, num_new in ((CONTEXT_LENGTH - 12, 10), (CONTEXT_LENGTH - 10, 8)):
+        answer = server.generate(prompt[:size], max_new_tokens=10, ignore_eos=True)
+        assert len(answer["output_ids"]) == num_new
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": num_new}
+
+
+def test_max_new_tokens_has_a_default(server: Server, reference: Reference) -> None:
+    answer = server.ok("/generate", {"input_ids": reference.prompt, "sampling_params": {"ignore_eos": True}})
+    assert len(answer["output_ids"]) == 128

@@ -158,8 +158,9 @@ class ServingClient:
             logprobs = tuple([entry[0] for entry in entries])
             version = meta["weight_version"]
             # A sum is finite exactly when all its terms are, and a missing term is a TypeError.
-            is_whole = tuple([entry[1] for entry in entries]) == token_ids and math.isfinite(sum(logprobs))
-            completion = Completion(
+            if tuple([entry[1] for entry in entries]) != token_ids or not math.isfinite(sum(logprobs)):
+                raise ValueError("token ids and log probabilities do not match")
+            return Completion(
                 token_ids=token_ids,
                 rollout_logprobs=logprobs,
                 finish_reason=finish,
@@ -170,9 +171,6 @@ class ServingClient:
             )
         except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise self._error(f"gave an answer that cannot be read ({error!r}): {content[:300]!r}") from error
-        if not is_whole:
-            raise self._error(f"gave token ids and log probabilities that do not match: {content[:300]!r}")
-        return completion
 
     def _error(self, problem: str) -> EngineError:
         return EngineError(f"engine {self._base_url}", f"/generate {problem}", _FIX)
