@@ -53,14 +53,16 @@ def compute_policy_objective(  # noqa: PLR0913 (one keyword a config key)
 
     Returns:
         (loss, metrics): [T] each, finite in masked slots whatever stands there in the inputs. Metrics carry no
-        gradient and mean something only where ``loss_mask``:
+        gradient and mean something only where ``loss_mask``; a name that ends in ``_max`` asks for the largest value
+        over tokens, any other for the mean:
 
-        - ``policy_loss``, ``ratio``, ``clip_fraction`` (1 where clipped): see ``compute_clipped_policy_loss``.
+        - ``policy_loss``, ``ratio_mean`` and ``_max``, ``clip_fraction`` (1 where clipped): see
+          ``compute_clipped_policy_loss``.
         - ``approx_kl``: k3 estimate of KL(old policy || current policy).
         - ``ref_kl``: ``kl_estimator``'s estimate of KL(current policy || reference), with ``ref_logprobs``.
         - ``entropy``: of the current policy, when given.
-        - ``rollout_logprob_abs_diff``: abs(logprobs - rollout_logprobs). In the first train step after a weight sync
-          it is what trainer and engine disagree on; later ones add how far the policy has moved since.
+        - ``rollout_logprob_abs_diff_mean`` and ``_max``: abs(logprobs - rollout_logprobs). In the first train step
+          after a weight sync it is what trainer and engine disagree on; later ones add how far the policy has moved.
 
     Raises:
         ContractError: a term is weighted but its input is missing, shapes differ, or k1 is asked for in the loss,
@@ -92,7 +94,8 @@ def compute_policy_objective(  # noqa: PLR0913 (one keyword a config key)
     )
     metrics = {
         "policy_loss": loss,
-        "ratio": ratio,
+        "ratio_mean": ratio,
+        "ratio_max": ratio,
         "clip_fraction": is_clipped.to(ratio.dtype),
         "approx_kl": compute_kl(logprobs=chosen["old_logprobs"], ref_logprobs=chosen["logprobs"], estimator="k3"),
     }
@@ -104,7 +107,8 @@ def compute_policy_objective(  # noqa: PLR0913 (one keyword a config key)
         metrics["entropy"] = chosen["entropy"]
         loss = loss - entropy_coef * chosen["entropy"] if entropy_coef else loss
     if "rollout_logprobs" in chosen:
-        metrics["rollout_logprob_abs_diff"] = (chosen["logprobs"] - chosen["rollout_logprobs"]).abs()
+        distance = (chosen["logprobs"] - chosen["rollout_logprobs"]).abs()
+        metrics |= {"rollout_logprob_abs_diff_mean": distance, "rollout_logprob_abs_diff_max": distance}
     return loss, {name: metric.detach() for name, metric in metrics.items()}
 
 

@@ -48,12 +48,14 @@ def test_terms_add_up_in_value_and_gradient():
     torch.testing.assert_close(entropy_gradient, torch.tensor([0.0, -0.1, -0.1, 0.0]))
     expected = {
         "policy_loss": [-1.28, 0.8],
-        "ratio": [math.exp(0.4), math.exp(-0.5)],
+        "ratio_mean": [math.exp(0.4), math.exp(-0.5)],
+        "ratio_max": [math.exp(0.4), math.exp(-0.5)],
         "clip_fraction": [1.0, 1.0],
         "approx_kl": [math.exp(0.4) - 1 - 0.4, math.exp(-0.5) - 1 + 0.5],
         "ref_kl": kl,
         "entropy": [2.0, 3.0],
-        "rollout_logprob_abs_diff": [0.3, 0.1],
+        "rollout_logprob_abs_diff_mean": [0.3, 0.1],
+        "rollout_logprob_abs_diff_max": [0.3, 0.1],
     }
     assert metrics.keys() == expected.keys()
     for name, values in expected.items():
@@ -87,7 +89,7 @@ def test_weights_of_zero_leave_terms_to_the_metrics():
 def test_only_what_is_given_is_reported():
     batch = {name: BATCH[name] for name in ("loss_mask", "advantages", "old_logprobs")}
     _, _, _, metrics = run(batch, entropy=None, **OPTIONS | {"kl_coef_in_loss": 0.0, "entropy_coef": 0.0})
-    assert set(metrics) == {"policy_loss", "ratio", "clip_fraction", "approx_kl"}
+    assert set(metrics) == {"policy_loss", "ratio_mean", "ratio_max", "clip_fraction", "approx_kl"}
 
 
 @pytest.mark.parametrize(
