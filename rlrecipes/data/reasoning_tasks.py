@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -36,8 +37,9 @@ class TaskSpec:
         num_train_rows: rows of the training file.
         num_eval_rows: rows of the held-out file.
         seed: of the generator.
-        prompt_template: ``{question}`` stands for the question.
-        response_template: ``{answer}`` stands for the answer.
+        prompt_template: ``{question}`` stands for the question, ``{answer}`` for the answer, and ``{name}`` for any
+            entry of the dataset's metadata, such as the ``{word}`` of spell_backward.
+        response_template: the same.
         keys: where prompt, label, metadata and response stand in a row.
     """
 
@@ -64,7 +66,7 @@ def run_write_tasks(train_path: Path | str, eval_path: Path | str | None, spec: 
 
     Raises:
         ConfigError: a dataset or one of its parameters does not exist, or its own verifier refuses its own answer.
-        DataError: there are too few distinct questions, or a file stands in the way.
+        DataError: there are too few distinct questions, a file stands in the way, or the disk refuses.
     """
     paths = [Path(train_path)] + ([Path(eval_path)] if eval_path is not None else [])
     record_path = paths[0].with_name(paths[0].name + ".tasks.json")
@@ -81,12 +83,19 @@ def run_write_tasks(train_path: Path | str, eval_path: Path | str | None, spec: 
     rows = _generate(spec)
     held_out = [next(rows) for _ in range(spec.num_eval_rows)] if eval_path is not None else []
     train = [next(rows) for _ in range(spec.num_train_rows)]
-    # Killed anywhere below, the record stands beside a missing file and the next call writes both.
-    for path in paths:
-        path.unlink(missing_ok=True)
-    _write(record_path, record)
-    for path, lines in zip(paths, (train, held_out), strict=False):
-        _write(path, b"".join(lines))
+    contents = {record_path: record} | {
+        path: b"".join(lines) for path, lines in zip(paths, (train, held_out), strict=False)
+    }
+    try:
+        # Killed anywhere below, the record stands beside a missing file and the next call writes both.
+        for path in reversed(contents):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+        for path, content in contents.items():
+            _write(path, content)
+    except OSError as error:
+        fix = "free space, or set data.train_path and data.eval_path to a writable place"
+        raise DataError(str(paths[0]), f"task files cannot be written: {error}", fix) from error
 
 
 def _generate(spec: TaskSpec) -> Iterator[bytes]:
@@ -144,9 +153,9 @@ def _next_row(name: str, stream: Iterator[dict[str, Any]], seen: set[bytes], spe
             continue
         seen.add(digest)
         row = {
-            spec.keys.prompt: spec.prompt_template.replace("{question}", entry["question"]),
+            spec.keys.prompt: _fill("prompt_template", spec.prompt_template, entry),
             spec.keys.label: str(entry["answer"]),
-            spec.keys.response: spec.response_template.replace("{answer}", str(entry["answer"])),
+            spec.keys.response: _fill("response_template", spec.response_template, entry),
             spec.keys.metadata: {"dataset": name, "entry": entry},
         }
         return _dumps(row) + b"\n"
@@ -156,12 +165,24 @@ def _next_row(name: str, stream: Iterator[dict[str, Any]], seen: set[bytes], spe
     raise DataError(f"{_WHERE}.{name}", problem, "ask for fewer rows, or widen the dataset's parameters")
 
 
+def _fill(field_name: str, template: str, entry: Mapping[str, Any]) -> str:
+    values = {**entry["metadata"], "question": entry["question"], "answer": entry["answer"]}
+
+    def value_of(match: re.Match[str]) -> str:
+        if match[1] not in values:
+            near = difflib.get_close_matches(match[1], values, n=1)
+            fix = f"did you mean {near[0]!r}?" if near else f"this dataset has {', '.join(sorted(values))}"
+            raise ConfigError(f"data.tasks.{field_name}", f"names {match[0]}, which no task has", fix)
+        return str(values[match[1]])
+
+    return re.sub(r"{(\w+)}", value_of, template)
+
+
 def _dumps(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             file.write(content)

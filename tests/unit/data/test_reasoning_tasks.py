@@ -95,3 +95,31 @@ def test_many_questions_are_found_where_there_are_many(paths):
     datasets = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}
     run_write_tasks(*paths, replace(SPEC, datasets=datasets, num_train_rows=2000))
     assert len({row["prompt"] for row in read(paths[0]) + read(paths[1])}) == 2006
+
+
+def test_a_place_that_cannot_be_written_is_named(paths):
+    paths[0].parent.write_text("a file where a directory should be")
+    with pytest.raises(DataError, match="cannot be written"):
+        run_write_tasks(*paths, SPEC)
+
+
+def test_templates_may_name_any_fact_of_a_task(paths):
+    words = {"spell_backward": {"min_word_len": 3, "max_word_len": 5}}
+    run_write_tasks(*paths, TaskSpec(words, 3, 1, 1, "{word}>", "{answer}."))
+    for row in read(paths[0]):
+        word = row["metadata"]["entry"]["metadata"]["word"]
+        assert (row["prompt"], row["response"]) == (word + ">", word[::-1] + ".")
+    with pytest.raises(ConfigError, match="'word'") as caught:
+        run_write_tasks(*paths, TaskSpec(words, 3, 1, 2, "{wrd}>"))
+    assert caught.value.problems[0].where == "data.tasks.prompt_template"
+
+
+def test_templates_may_use_whatever_the_task_tells(paths):
+    sums = {"chain_sum": SUMS}
+    run_write_tasks(*paths, replace(SPEC, datasets=sums, prompt_template="{expression}=", response_template="{answer}!"))
+    row = read(paths[0])[0]
+    entry = row["metadata"]["entry"]
+    assert row["prompt"] == entry["metadata"]["expression"] + "="
+    assert (row["label"], row["response"]) == (entry["answer"], entry["answer"] + "!")
+    with pytest.raises(ConfigError, match="did you mean 'expression'"):
+        run_write_tasks(*paths, replace(SPEC, datasets=sums, prompt_template="{expresion}"))
