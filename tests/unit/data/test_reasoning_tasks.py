@@ -116,7 +116,8 @@ def test_templates_may_name_any_fact_of_a_task(paths):
 
 def test_templates_may_use_whatever_the_task_tells(paths):
     sums = {"chain_sum": SUMS}
-    run_write_tasks(*paths, replace(SPEC, datasets=sums, prompt_template="{expression}=", response_template="{answer}!"))
+    spec = replace(SPEC, datasets=sums, prompt_template="{expression}=", response_template="{answer}!")
+    run_write_tasks(*paths, spec)
     row = read(paths[0])[0]
     entry = row["metadata"]["entry"]
     assert row["prompt"] == entry["metadata"]["expression"] + "="
