@@ -19,9 +19,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rlrecipes.engines.embedded.application import build_state
 from rlrecipes.engines.embedded.arguments import parse_arguments
 from rlrecipes.engines.embedded.bodies import GenerateBody
-from rlrecipes.engines.embedded.server import build_state
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 99,
