@@ -117,7 +117,7 @@ def to_recipe(composed: DictConfig, overrides: Sequence[str], config_dirs: Seque
     """
     loader = GlobalHydra.instance().config_loader()
     task_overrides = [word for word in overrides if not word.startswith("hydra")]
-    origins = read_origins(loader, "config", list(overrides), config_dirs)
+    origins = read_origins(loader, "config", list(overrides), RunMode.RUN, config_dirs)
     data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     if not isinstance(data, dict):
         raise ConfigError("config", f"is a {type(data).__name__}, not a mapping", "start from conf/config.yaml")

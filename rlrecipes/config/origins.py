@@ -13,22 +13,23 @@ Origins = dict[str, str]
 """Dotted path -> ``conf/algo/grpo.yaml:3`` or ``override``."""
 
 
-def read_origins(loader: Any, config_name: str, overrides: list[str], config_dirs: Sequence[Path] = ()) -> Origins:
+def read_origins(
+    loader: Any, config_name: str, overrides: list[str], run_mode: Any, config_dirs: Sequence[Path] = ()
+) -> Origins:
     """Trace every key of every file Hydra composed, in its order, then the overrides.
 
     Args:
         loader: Hydra's config loader.
         config_name: the primary config.
         overrides: as Hydra got them.
+        run_mode: Hydra's.
         config_dirs: directories that Hydra searches beside the loader's own.
 
     Returns:
         The last place that set each path.
     """
-    from hydra.types import RunMode
-
     origins: Origins = {}
-    defaults = loader.compute_defaults_list(config_name, overrides, RunMode.RUN)
+    defaults = loader.compute_defaults_list(config_name, overrides, run_mode)
     for default in defaults.defaults:
         if default.config_path is None or default.config_path.startswith("hydra"):
             continue
