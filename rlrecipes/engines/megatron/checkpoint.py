@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rlrecipes.engines.megatron.agreement import run_together
 
@@ -26,25 +29,18 @@ _METADATA = {
 def _build_state(
     ddp: DistributedDataParallel, optimizer: ChainedOptimizer, reference: dict[str, Tensor], *, is_loading: bool
 ) -> dict[str, Any]:
-    model = ddp.module.sharded_state_dict(metadata=_METADATA)
+    # A fresh dict a call: Megatron keeps the process groups of the moment in it.
+    metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    model = ddp.module.sharded_state_dict(metadata=metadata)
     state = {
         "model": model,
-        "optimizer": optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA),
+        "optimizer": optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
     }
-    if reference:
-        state["reference"] = _build_reference_state(ddp, reference)
+    if reference:  # the model's sharding with the reference's tensors in it
+        sharding = ddp.module.sharded_state_dict(metadata=metadata)
+        state["reference"] = {name: replace(sharding[name], data=tensor) for name, tensor in reference.items()}
+        add_prefix_for_sharding(state["reference"], "reference.")
     return state
-
-
-def _build_reference_state(ddp: DistributedDataParallel, reference: dict[str, Tensor]) -> dict[str, Any]:
-    """The model's sharding with the reference's tensors in it."""
-    state = ddp.module.sharded_state_dict(metadata=_METADATA)
-    for name, tensor in reference.items():
-        if name in state:
-            state[name].data = tensor
-    add_prefix_for_sharding(state, "reference.")
-    result: dict[str, Any] = state
-    return result
 
 
 def run_save_checkpoint(
@@ -69,7 +65,15 @@ def run_save_checkpoint(
     state = _build_state(ddp, optimizer, reference, is_loading=False) | {"num_train_steps": num_train_steps}
     fix = "free space or fix permissions there; earlier checkpoints are untouched"
     run_together(str(directory), fix, lambda: directory.mkdir(parents=True, exist_ok=True))
-    run_together(str(directory), fix, lambda: dist_checkpointing.save(state, str(directory)))
+    run_together(str(directory), fix, lambda: _run_write(state, directory))
+
+
+def _run_write(state: dict[str, Any], directory: Path) -> None:
+    try:
+        dist_checkpointing.save(state, str(directory))
+    except CheckpointException as error:  # no Exception, and its text names no cause
+        free_bytes = shutil.disk_usage(directory).free
+        raise OSError(f"a writer failed, with {free_bytes / 1e6:.0f} MB free there: {error}") from error
 
 
 def run_load_checkpoint(
@@ -95,14 +99,16 @@ def run_load_checkpoint(
         if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
             raise FileNotFoundError("holds no trainer checkpoint")
         state = _build_state(ddp, optimizer, reference, is_loading=True)
-        loaded.update(dist_checkpointing.load(state, str(directory)))
+        try:
+            loaded.update(dist_checkpointing.load(state, str(directory)))
+        except CheckpointException as error:
+            raise OSError(f"cannot be read: {error}") from error
 
-    run_together(str(directory), "resume from an earlier checkpoint, or the recipe it was made with", load)
+    run_together(str(directory), "resume from an earlier checkpoint, or with the recipe it was made with", load)
     ddp.module.load_state_dict(loaded["model"])
     _restore_optimizer(optimizer, loaded["optimizer"])
-    for name in reference:
-        if name in loaded.get("reference", {}):
-            reference[name].copy_(loaded["reference"][name])
+    for name, tensor in reference.items():
+        tensor.copy_(loaded["reference"][name])
     return int(loaded["num_train_steps"])
 
 

@@ -67,8 +67,8 @@ def build_model_node(family: str = "qwen3", *, is_tied: bool = True, dtype: str 
 
 def build_trainer_node(layout: Layout, *, needs_reference: bool = False, **changes: Any) -> TrainerNode:
     optim = {
-        "lr": 1e-2,
-        "min_lr": 1e-3,
+        "lr": 1e-3,
+        "min_lr": 1e-4,
         "lr_decay_style": "cosine",
         "num_warmup_train_steps": 2,
         "adam_beta1": 0.9,

@@ -1,0 +1,141 @@
+"""Checkpoints: the same layout continues bit for bit, another one to rounding; a failure loses nothing."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_group import DP2, PP2, SINGLE, TP2, Layout, RankGroup, build_model_node, build_trainer_node, write_hf_model
+from test_training import GRPO, SAMPLES, build_rank, build_rows, row_of
+
+from rlrecipes.errors import CheckpointError
+from rlrecipes.plan.nodes import ModelNode, TrainerNode
+
+SAVED = [SINGLE, TP2, PP2, DP2]
+
+
+def train(trainer_rank: Any, rank: int, layout: Layout, num_steps: int) -> list[dict[str, float]]:
+    row = build_rows(SAMPLES, layout)[row_of(rank, layout)]
+    return [trainer_rank.train_step(row, GRPO) for _ in range(num_steps)]
+
+
+def save_and_go_on(
+    rank: int, port: int, layout: Layout, trainer: TrainerNode, node: ModelNode, path: Path, saved: Path
+) -> Any:
+    trainer_rank = build_rank(rank, port, trainer, node, path)
+    train(trainer_rank, rank, layout, 2)
+    trainer_rank.save_checkpoint(saved)
+    row = build_rows(SAMPLES, layout)[row_of(rank, layout)]
+    reference = trainer_rank.compute_logprobs(row, which="reference")
+    steps = train(trainer_rank, rank, layout, 3)
+    trainer_rank.close()
+    return steps, reference
+
+
+def load_and_go_on(
+    rank: int, port: int, layout: Layout, trainer: TrainerNode, node: ModelNode, path: Path, saved: Path
+) -> Any:
+    trainer_rank = build_rank(rank, port, trainer, node, path)
+    trainer_rank.load_checkpoint(saved)
+    row = build_rows(SAMPLES, layout)[row_of(rank, layout)]
+    reference = trainer_rank.compute_logprobs(row, which="reference")
+    steps = train(trainer_rank, rank, layout, 3)
+    trainer_rank.close()
+    return steps, reference
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The model of the run, and another of the same shapes that a resumed rank starts from."""
+    node = build_model_node("qwen3", is_tied=True)
+    first, other = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("other")
+    write_hf_model(node, first)
+    hf = write_hf_model(node, other)
+    for parameter in hf.parameters():
+        parameter.data.mul_(0.5)
+    hf.save_pretrained(other)
+    return node, first, other
+
+
+@pytest.fixture(scope="module", params=SAVED, ids=str)
+def saved(request: pytest.FixtureRequest, models: Any, ranks: RankGroup, tmp_path_factory: Any) -> Any:
+    layout, (node, path, _) = request.param, models
+    directory = tmp_path_factory.mktemp("saved") / "step"
+    trainer = build_trainer_node(layout, needs_reference=True)
+    found = ranks.run(layout.num_ranks, save_and_go_on, layout, trainer, node, path, directory)
+    return layout, directory, found[-1 if layout.pp > 1 else 0]
+
+
+@pytest.mark.parametrize("layout", SAVED, ids=str)
+def test_a_checkpoint_continues_at_every_layout(layout: Layout, saved: Any, models: Any, ranks: RankGroup) -> None:
+    saved_layout, directory, (steps, reference) = saved
+    if SINGLE not in (layout, saved_layout) and layout != saved_layout:
+        pytest.skip("by way of one process")
+    node, _, other = models
+    trainer = build_trainer_node(layout, needs_reference=True)
+    found = ranks.run(layout.num_ranks, load_and_go_on, layout, trainer, node, other, directory)
+    continued, continued_reference = found[-1 if layout.pp > 1 else 0]
+    if layout == saved_layout:
+        assert continued == steps
+        for before, after in zip(reference, continued_reference, strict=True):
+            assert (before == after).all()
+    for step, expected in zip(continued, steps, strict=True):
+        assert step == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def resume_with_another_rate(
+    rank: int, port: int, trainer: TrainerNode, node: ModelNode, path: Path, saved: Path
+) -> Any:
+    trainer_rank = build_rank(rank, port, trainer, node, path)
+    trainer_rank.load_checkpoint(saved)
+    done = trainer_rank.num_train_steps
+    return done, train(trainer_rank, rank, SINGLE, 1)[0]["lr"]
+
+
+def test_a_resume_takes_the_running_recipes_learning_rate(models: Any, ranks: RankGroup, tmp_path: Path) -> None:
+    node, path, _ = models
+    trainer = build_trainer_node(SINGLE)
+    ranks.run(1, save_and_forget, trainer, node, path, tmp_path / "saved")
+    changed = trainer.model_copy(
+        update={"optim": trainer.optim.model_copy(update={"lr": 5e-4, "lr_decay_style": "constant"})}
+    )
+    assert ranks.run(1, resume_with_another_rate, changed, node, path, tmp_path / "saved") == [(2, 5e-4)]
+
+
+def save_and_forget(rank: int, port: int, trainer: TrainerNode, node: ModelNode, path: Path, saved: Path) -> None:
+    trainer_rank = build_rank(rank, port, trainer, node, path)
+    train(trainer_rank, rank, SINGLE, 2)
+    trainer_rank.save_checkpoint(saved)
+
+
+def meet_full_disk(rank: int, port: int, trainer: TrainerNode, node: ModelNode, path: Path, saved: Path) -> Any:
+    trainer_rank = build_rank(rank, port, trainer, node, path)
+    told = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))  # writing further fails, as on a full disk
+    try:
+        for directory in (saved / "full", Path("/proc/nowhere")):
+            with pytest.raises(CheckpointError) as caught:
+                trainer_rank.save_checkpoint(directory)
+            told.append(str(caught.value))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pytest.raises(CheckpointError) as caught:
+        trainer_rank.load_checkpoint(saved / "missing")
+    told.append(str(caught.value))
+    trainer_rank.save_checkpoint(saved / "good")
+    steps = train(trainer_rank, rank, TP2, 1)
+    trainer_rank.close()
+    return told, steps
+
+
+def test_a_failed_save_is_told_on_every_rank_and_the_run_may_go_on(
+    models: Any, ranks: RankGroup, tmp_path: Path
+) -> None:
+    node, path, _ = models
+    for told, steps in ranks.run(2, meet_full_disk, build_trainer_node(TP2), node, path, tmp_path):
+        assert ["full" in told[0], "nowhere" in told[1], "missing" in told[2]] == [True, True, True]
+        assert steps[0]["loss"] == pytest.approx(steps[0]["loss"])
+    assert (tmp_path / "good" / "metadata.json").is_file()

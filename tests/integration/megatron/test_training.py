@@ -1,0 +1,216 @@
+"""Train steps: the same numbers at every layout, and the same as transformers' autograd."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_group import (
+    DP2,
+    PP2,
+    SINGLE,
+    TP2,
+    TP2_SP,
+    Layout,
+    RankGroup,
+    build_model_node,
+    build_samples,
+    build_trainer_node,
+    write_hf_model,
+)
+
+from rlrecipes.algos.objective import compute_policy_objective, compute_sft_objective
+from rlrecipes.batching.grid import build_grid, unpack_tokens
+from rlrecipes.errors import TrainerError
+from rlrecipes.plan.nodes import ModelNode, TrainerNode
+from rlrecipes.types import MicroBatch, Sample
+
+GRPO = partial(
+    compute_policy_objective,
+    clip_low=0.2,
+    clip_high=0.28,
+    dual_clip=3.0,
+    kl_coef_in_loss=0.05,
+    kl_estimator="k3",
+    entropy_coef=0.01,
+)
+SAMPLES = build_samples(14)
+LAYOUTS = [TP2, TP2_SP, PP2, DP2]
+
+
+def build_rows(samples: list[Sample], layout: Layout) -> list[list[MicroBatch]]:
+    return build_grid(samples, num_ranks=layout.dp, max_tokens=96, pad_to_multiple=layout.tp)
+
+
+def build_rank(rank: int, port: int, trainer: TrainerNode, node: ModelNode, path: Path) -> Any:
+    from rlrecipes.engines.megatron.rank import TrainerRank
+
+    trainer_rank = TrainerRank(trainer, node, rank=rank, master_address="127.0.0.1", master_port=port)
+    trainer_rank.load_hf(path)
+    return trainer_rank
+
+
+def row_of(rank: int, layout: Layout) -> int:
+    """The data-parallel rank of a rank: TP fastest, then DP, then PP."""
+    return rank // layout.tp % layout.dp
+
+
+def with_maxima(batch: Any, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Any:
+    loss, metrics = GRPO(batch, logprobs, entropy)
+    return loss, {**metrics, "entropy_max": metrics["entropy"]}
+
+
+def train_three_steps(
+    rank: int, port: int, layout: Layout, trainer: TrainerNode, node: ModelNode, path: Path
+) -> dict[str, Any]:
+    trainer_rank = build_rank(rank, port, trainer, node, path)
+    row = build_rows(SAMPLES, layout)[row_of(rank, layout)]
+    before = trainer_rank.compute_logprobs(row, which="policy")
+    steps = [trainer_rank.train_step(row, with_maxima) for _ in range(3)]
+    found = {
+        "steps": steps,
+        "before": before,
+        "policy": trainer_rank.compute_logprobs(row, which="policy"),
+        "reference": trainer_rank.compute_logprobs(row, which="reference"),
+        "weights": {name: tensor.clone() for name, tensor in trainer_rank.iter_hf_tensors()},
+    }
+    trainer_rank.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    node = build_model_node("qwen3", is_tied=True)
+    path = tmp_path_factory.mktemp("hf")
+    return node, path, write_hf_model(node, path)
+
+
+@pytest.fixture(scope="module")
+def single(hf_model: Any, ranks: RankGroup) -> dict[str, Any]:
+    node, path, _ = hf_model
+    trainer = build_trainer_node(SINGLE, needs_reference=True)
+    return ranks.run(1, train_three_steps, SINGLE, trainer, node, path)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_three_grpo_steps_equal_one_process(
+    layout: Layout, hf_model: Any, single: dict[str, Any], ranks: RankGroup
+) -> None:
+    node, path, _ = hf_model
+    trainer = build_trainer_node(layout, needs_reference=True)
+    found = ranks.run(2, train_three_steps, layout, trainer, node, path)
+    assert found[0]["steps"] == found[1]["steps"]
+    for step, expected in zip(found[0]["steps"], single["steps"], strict=True):
+        assert step == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    weights = found[0]["weights"] | found[1]["weights"]
+    assert weights.keys() == single["weights"].keys()
+    for name, tensor in single["weights"].items():
+        # A tenth of one update: Adam divides a gradient that is nearly 0 by itself, rounding and all.
+        torch.testing.assert_close(weights[name], tensor, atol=1e-4, rtol=0)
+
+
+def test_logprobs_are_those_of_transformers_and_the_reference_stays(hf_model: Any, single: dict[str, Any]) -> None:
+    grid = build_rows(SAMPLES, SINGLE)
+    logprobs = unpack_tokens(grid, [single["before"]], len(SAMPLES))
+    with torch.no_grad():
+        for sample, found in zip(SAMPLES, logprobs, strict=True):
+            expected = compute_hf_logprobs(hf_model[2], sample)
+            np.testing.assert_allclose(found[1:], expected.numpy(), atol=1e-5)
+    for before, reference, policy in zip(single["before"], single["reference"], single["policy"], strict=True):
+        np.testing.assert_array_equal(reference, before)
+        assert np.abs(policy - before).max() > 1e-3
+
+
+def compute_hf_logprobs(hf: Any, sample: Sample) -> torch.Tensor:
+    ids = torch.tensor([sample.token_ids])
+    return torch.log_softmax(hf(ids).logits[0, :-1] / 0.7, -1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+def take_sft_step(rank: int, port: int, layout: Layout, trainer: TrainerNode, node: ModelNode, path: Path) -> Any:
+    trainer_rank = build_rank(rank, port, trainer, node, path)
+    metrics = trainer_rank.train_step(build_rows(SAMPLES, layout)[row_of(rank, layout)], compute_sft_objective)
+    trainer_rank.close()
+    return metrics
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_loss_and_gradient_are_those_of_transformers(family: str, ranks: RankGroup, tmp_path: Path) -> None:
+    node = build_model_node(family, is_tied=False)
+    hf = write_hf_model(node, tmp_path)
+    losses = [
+        -(compute_hf_logprobs(hf, sample) * torch.tensor(sample.loss_weights[1:])).sum()  # type: ignore[index]
+        for sample in SAMPLES
+    ]
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    norm = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in hf.parameters()))
+    for layout in (SINGLE, TP2_SP, PP2):
+        trainer = build_trainer_node(layout)
+        metrics = ranks.run(layout.num_ranks, take_sft_step, layout, trainer, node, tmp_path)[0]
+        assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert metrics["num_tokens"] == sum(sum(sample.loss_mask) for sample in SAMPLES)
+        assert metrics["lr"] == pytest.approx(1e-3 / 3)
+
+
+def poison_masked(batch: Any, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Any:
+    loss, metrics = with_maxima(batch, logprobs, entropy)
+    mask = batch["loss_mask"]
+    return torch.where(mask, loss, math.nan), {k: torch.where(mask, m, math.nan) for k, m in metrics.items()}
+
+
+def poison_one_token(batch: Any, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Any:
+    """NaN in one trained token of the one micro-batch that holds sample 5."""
+    loss = -logprobs
+    is_there = len(batch["cu_seqlens"]) and bool((batch["token_ids"] == SAMPLES[5].token_ids[0]).any())
+    return (loss * math.nan if is_there else loss), {}
+
+
+class _Explode(torch.autograd.Function):
+    """A finite loss with an infinite gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * math.inf
+
+
+def explode_gradient(batch: Any, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Any:
+    return _Explode.apply(-logprobs), {}
+
+
+def meet_poison(rank: int, port: int, layout: Layout, trainer: TrainerNode, node: ModelNode, path: Path) -> Any:
+    trainer_rank = build_rank(rank, port, trainer, node, path)
+    row = build_rows(SAMPLES, layout)[row_of(rank, layout)]
+    before = {name: tensor.clone() for name, tensor in trainer_rank.iter_hf_tensors()}
+    told = []
+    for objective in (poison_one_token, explode_gradient):
+        with pytest.raises(TrainerError) as caught:
+            trainer_rank.train_step(row, objective)
+        told.append(caught.value.problems[0].where)
+    after = dict(trainer_rank.iter_hf_tensors())
+    is_untouched = all(torch.equal(before[name], after[name]) for name in before)
+    metrics = trainer_rank.train_step(row, poison_masked)
+    trainer_rank.close()
+    return told, is_untouched, metrics
+
+
+@pytest.mark.parametrize("layout", [SINGLE, TP2, PP2, DP2], ids=str)
+def test_what_is_not_finite_stops_every_rank_and_changes_nothing(
+    layout: Layout, hf_model: Any, single: dict[str, Any], ranks: RankGroup
+) -> None:
+    node, path, _ = hf_model
+    for told, is_untouched, metrics in ranks.run(
+        layout.num_ranks, meet_poison, layout, build_trainer_node(layout), node, path
+    ):
+        assert told == ["trainer.train_step.loss", "trainer.train_step.grad_norm"]
+        assert is_untouched
+        assert metrics == pytest.approx(single["steps"][0], rel=1e-5, abs=1e-5)
