@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from live_servers import Server, start_server
@@ -43,8 +44,12 @@ def servers(
     log_dir = tmp_path_factory.mktemp("logs")
     started = {kind: start_server(kind, reference.path, log_dir) for kind in ("sglang", "embedded") if kind in kinds}
     yield started
+    family = [
+        child for server in started.values() for child in psutil.Process(server.process.pid).children(recursive=True)
+    ]
     for server in started.values():
         server.process.stop(0.0)
+    assert not psutil.wait_procs(family, timeout=10)[1], "a server's own processes outlived it"
 
 
 @pytest.fixture(scope="session", params=["embedded", "sglang"])

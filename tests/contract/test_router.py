@@ -48,6 +48,8 @@ def start_router(engines: list[Server], log_path: Path, policy: str) -> Server:
     ]
     command += ["--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"]
     command += ["--health-failure-threshold", "2", "--health-success-threshold", "1"]
+    # It always serves metrics; by default on one fixed port, where a second router dies.
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(find_free_port())]
     process = ServerProcess("router", command, dict(os.environ), log_path)
     return Server("router", f"http://127.0.0.1:{port}", process)
 
@@ -123,7 +125,7 @@ def test_a_dead_engine_costs_no_later_request(
         keys: list[str | None] = [f"group {index}" for index in range(16)]
         asyncio.run(generate(router.url, [reference.prompt] * 16, keys))
         doomed.process.stop(0.0)
-        # Those whose key points to it are told 502 or 503 at once; the client asks again until the router knows.
+        # The router answers 500 to those whose key points to it; the client asks again until the router knows.
         answers = asyncio.run(generate(router.url, [reference.prompt] * 16, keys))
         assert {answer.token_ids for answer in answers} == {tuple(reference.greedy(reference.prompt, 12))}
     finally:

@@ -32,6 +32,8 @@ UNVERSIONED = "default"
 """SGLang's weight version of weights it loaded at start; counted as version 0."""
 _STATUS_ABORTED_IN_QUEUE = 499
 _STATUSES_TO_RETRY = (502, 503)
+_LOST_ENGINE = b"error sending request for url"
+"""The router says so, with status 500, when the engine it chose does not take the request or dies over it."""
 _RETRY_S = 60.0
 """How long an unreachable server is asked again: the router needs seconds to notice a dead worker or a new one."""
 _FIX = "look at the engine's and the router's log in <run_dir>/logs"
@@ -80,8 +82,8 @@ class ServingClient:
     ) -> Completion:
         """Generate one answer.
 
-        A server that cannot be reached, or says 502 or 503, is asked again for a bounded time, under a request id
-        of its own each time: the one before may still be running.
+        A server that cannot be reached, or says 502 or 503, or a router that lost the engine, is asked again for a
+        bounded time, under a request id of its own each time: the one before may still be running.
 
         Args:
             input_ids: the prompt.
@@ -121,7 +123,7 @@ class ServingClient:
             raise self._error(f"had no answer within {self._timeout_s:g} s") from error
         except aiohttp.ClientError as error:
             raise _UnavailableError(f"could not be reached: {error or type(error).__name__}") from error
-        if status in _STATUSES_TO_RETRY:
+        if status in _STATUSES_TO_RETRY or (status == 500 and _LOST_ENGINE in content):
             raise _UnavailableError(f"answered {status}: {to_message(content)}")
         return status, content
 
@@ -312,7 +314,7 @@ class EngineClient:
         """End one request, or all; a request unknown to the engine is no error.
 
         Args:
-            request_id: as given to ``generate``; None ends all.
+            request_id: as given to ``generate``; None ends all. Requests whose id begins with it end as well.
         """
         body = {"abort_all": True} if request_id is None else {"rid": request_id}
         await self._call("POST", "/abort_request", body)

@@ -145,10 +145,12 @@ def test_unavailable_servers_are_asked_again_under_new_ids(monkeypatch: pytest.M
         if len(ids) == 2:  # a connection that breaks
             assert request.transport is not None
             request.transport.close()
+        if len(ids) == 3:
+            return web.Response(status=500, text="error sending request for url (http://engine/generate)")
         return web.json_response(answer(), status=503 if len(ids) == 1 else 200)
 
     assert generate(handler).token_ids == (8, 9)
-    assert ids == ["r", "r.1", "r.2"]
+    assert ids == ["r", "r.1", "r.2", "r.3"]
 
     async def never(_: web.Request) -> web.Response:
         return web.Response(status=503, text="no worker")
