@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -24,24 +25,56 @@ Objective = Callable[[Batch, Tensor, Tensor | None], tuple[Tensor, dict[str, Ten
 Output = tuple[Tensor, Callable[..., Any]]
 
 
-def to_batch(micro_batch: MicroBatch, device: str) -> dict[str, Tensor]:
-    """The arrays of a micro-batch as tensors under their names; an array that is None is absent."""
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """One micro-batch as the model takes it.
+
+    Attributes:
+        batch: the arrays of the MicroBatch as tensors under their names; an array that is None is absent.
+        packed: where each sample starts, in Megatron's words; padding is a sample too.
+        positions: those whose logits are computed, [N]; None for all.
+    """
+
+    batch: dict[str, Tensor]
+    packed: PackedSeqParams
+    positions: Tensor | None
+
+
+def build_inputs(micro_batch: MicroBatch, *, device: str, is_sequence_parallel: bool) -> Inputs:
+    """Turn arrays into what the model takes.
+
+    The output layer is the widest, so it sees only tokens that are trained; not under sequence parallelism, where it
+    gathers the tokens itself.
+    """
     arrays = {field.name: getattr(micro_batch, field.name) for field in dataclasses.fields(micro_batch)}
     del arrays["sample_indices"]
-    return {name: torch.as_tensor(array, device=device) for name, array in arrays.items() if array is not None}
+    batch = {name: torch.as_tensor(array, device=device) for name, array in arrays.items() if array is not None}
+    starts, longest = batch["cu_seqlens"], int(np.diff(micro_batch.cu_seqlens).max())
+    packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest)
+    positions = batch["loss_mask"].nonzero().squeeze(1)
+    if not len(positions):  # nothing but padding: keep one, so that every gradient exists
+        positions = positions.new_zeros(1)
+    return Inputs(batch, packed, None if is_sequence_parallel else positions)
 
 
-def to_packed(batch: Batch) -> PackedSeqParams:
-    """Where each sample starts, in Megatron's words; padding is a sample too."""
-    cu_seqlens = batch["cu_seqlens"]
-    longest = int(cu_seqlens.diff().max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+def compute_logits(
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: Tensor | None, **unused: Any
+) -> Tensor:
+    """The output layer at some positions; Megatron's hook after the last layer.
+
+    Args:
+        hidden_states: [T, 1, hidden], or this TP rank's share of T.
+        output_layer: column-parallel.
+        output_weight: the tied embedding; None when the layer has its own.
+        context: positions [N], or None for all.
+        unused: what else Megatron offers.
+
+    Returns:
+        [N, V / TP].
+    """
+    kept = hidden_states if context is None else hidden_states.index_select(0, context)
+    logits: Tensor = output_layer(kept, weight=output_weight)[0]
+    return logits.squeeze(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,32 +91,47 @@ class LogprobReader:
     vocab_size: int
     group: dist.ProcessGroup
 
-    def read(self, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logprobs of ``target_ids`` and entropy, [T] each, from [1, T, V / TP]."""
-        return compute_logprobs(
-            logits[0],
-            batch["target_ids"],
+    def read(self, inputs: Inputs, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logprobs of ``target_ids`` and entropy, [T] each, 0 where nothing is trained; logits as computed above."""
+        targets, positions = inputs.batch["target_ids"], inputs.positions
+        found = compute_logprobs(
+            logits,
+            targets if positions is None else targets[positions],
             temperature=self.temperature,
             vocab_size=self.vocab_size,
             group=self.group,
         )
+        logprobs, entropy = (x if positions is None else _spread(x, positions, len(targets)) for x in found)
+        mask = inputs.batch["loss_mask"]
+        return torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
 
 
-def _run_model(batches: Iterator[Batch], model: Any) -> tuple[Batch, Tensor]:
-    batch = next(batches)
-    out = model(batch["token_ids"][None], batch["position_ids"][None], None, packed_seq_params=to_packed(batch))
-    return batch, out
+def _spread(values: Tensor, positions: Tensor, length: int) -> Tensor:
+    return values.new_zeros(length).index_copy(0, positions, values)
 
 
-def build_logprob_step(reader: LogprobReader) -> Callable[[Iterator[Batch], Any], Output]:
+def _run_model(micro_batches: Iterator[Inputs], model: Any) -> tuple[Inputs, Tensor]:
+    inputs = next(micro_batches)
+    out = model(
+        inputs.batch["token_ids"][None],
+        inputs.batch["position_ids"][None],
+        None,
+        packed_seq_params=inputs.packed,
+        output_processor=compute_logits,
+        output_processor_context=inputs.positions,
+    )
+    return inputs, out
+
+
+def build_logprob_step(reader: LogprobReader) -> Callable[[Iterator[Inputs], Any], Output]:
     """Build a forward step that collects logprobs, to be run with ``collect_non_loss_data``."""
 
-    def read(batch: Batch, out: Tensor, non_loss_data: bool = True) -> Tensor:
-        return reader.read(batch, out)[0]
+    def read(inputs: Inputs, out: Tensor, non_loss_data: bool = True) -> Tensor:
+        return reader.read(inputs, out)[0]
 
-    def step(batches: Iterator[Batch], model: Any) -> Output:
-        batch, out = _run_model(batches, model)
-        return out, functools.partial(read, batch)
+    def step(micro_batches: Iterator[Inputs], model: Any) -> Output:
+        inputs, out = _run_model(micro_batches, model)
+        return out, functools.partial(read, inputs)
 
     return step
 
@@ -105,13 +153,13 @@ class LossSums:
     maxima: dict[str, Tensor]
 
 
-def build_train_step(reader: LogprobReader, objective: Objective) -> Callable[[Iterator[Batch], Any], Output]:
+def build_train_step(reader: LogprobReader, objective: Objective) -> Callable[[Iterator[Inputs], Any], Output]:
     """Build a forward step whose loss is the sum of loss_weights x the objective's loss over trained tokens."""
 
-    def compute_loss(batch: Batch, out: Tensor) -> tuple[Tensor, Tensor, LossSums]:
-        mask = batch["loss_mask"]
-        loss, metrics = objective(batch, *reader.read(batch, out))
-        total = torch.where(mask, loss * batch["loss_weights"], 0.0).sum()
+    def compute_loss(inputs: Inputs, out: Tensor) -> tuple[Tensor, Tensor, LossSums]:
+        mask = inputs.batch["loss_mask"]
+        loss, metrics = objective(inputs.batch, *reader.read(inputs, out))
+        total = torch.where(mask, loss * inputs.batch["loss_weights"], 0.0).sum()
         num_tokens = mask.sum(dtype=torch.int)
         with torch.no_grad():
             sums = {n: torch.where(mask, m, 0.0).sum() for n, m in metrics.items() if not n.endswith("_max")}
@@ -119,8 +167,8 @@ def build_train_step(reader: LogprobReader, objective: Objective) -> Callable[[I
         # The schedule divides some losses in place, hence the copy.
         return total, num_tokens, LossSums(total.detach().clone(), num_tokens, sums, maxima)
 
-    def step(batches: Iterator[Batch], model: Any) -> Output:
-        batch, out = _run_model(batches, model)
-        return out, functools.partial(compute_loss, batch)
+    def step(micro_batches: Iterator[Inputs], model: Any) -> Output:
+        inputs, out = _run_model(micro_batches, model)
+        return out, functools.partial(compute_loss, inputs)
 
     return step

@@ -26,13 +26,13 @@ from rlrecipes.engines.megatron import cpu
 from rlrecipes.engines.megatron.checkpoint import run_load_checkpoint, run_save_checkpoint
 from rlrecipes.engines.megatron.export import run_export_hf
 from rlrecipes.engines.megatron.forward import (
-    Batch,
+    Inputs,
     LogprobReader,
     LossSums,
     Objective,
+    build_inputs,
     build_logprob_step,
     build_train_step,
-    to_batch,
 )
 from rlrecipes.engines.megatron.model import DTYPES, build_model, build_transformer_config
 from rlrecipes.engines.megatron.optimizer import build_optimizer, build_scheduler
@@ -191,14 +191,15 @@ class TrainerRank:
     def compute_logprobs(
         self, micro_batches: Sequence[MicroBatch], *, which: Literal["policy", "reference"]
     ) -> list[np.ndarray]:
-        """Log-probability of every target token at ``trainer.temperature``.
+        """Log-probability of every trained target token at ``trainer.temperature``.
 
         Args:
             micro_batches: of this data-parallel rank; as many on every rank.
             which: the weights as they are, or as :meth:`load_hf` left them.
 
         Returns:
-            [T] float32 nats per micro-batch, aligned to ``target_ids``, on TP rank 0 of the last stage; [] elsewhere.
+            [T] float32 nats per micro-batch, aligned to ``target_ids``, 0 where ``loss_mask`` is False, on TP rank 0 of
+            the last stage; [] elsewhere.
 
         Raises:
             TrainerError: the reference is asked for and was not kept.
@@ -257,10 +258,13 @@ class TrainerRank:
         return {**metrics, "grad_norm": grad_norm, "lr": lr}
 
     def _run_schedule(self, step: Any, micro_batches: Sequence[MicroBatch], **kwargs: Any) -> list[Any]:
-        batches: Iterator[Batch] = (to_batch(micro_batch, self._trainer.device) for micro_batch in micro_batches)
+        inputs: Iterator[Inputs] = (
+            build_inputs(micro_batch, device=self._trainer.device, is_sequence_parallel=self._trainer.sequence_parallel)
+            for micro_batch in micro_batches
+        )
         found: list[Any] = self._schedule(
             forward_step_func=step,
-            data_iterator=batches,
+            data_iterator=inputs,
             model=self._ddp,
             num_microbatches=len(micro_batches),
             seq_length=self._trainer.max_tokens_per_micro_batch,  # unused: lengths travel with the activations

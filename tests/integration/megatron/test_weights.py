@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,13 @@ def compute_logits_and_export(
 
     def read(out: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
         group = parallel_state.get_tensor_model_parallel_group()
-        parts = [torch.empty_like(out[0]) for _ in range(group.size())]
-        dist.all_gather(parts, out[0].contiguous(), group=group)
+        parts = [torch.empty_like(out) for _ in range(group.size())]
+        dist.all_gather(parts, out.contiguous(), group=group)
         return torch.cat(parts, 1)
 
-    def step(batches: Any, model: Any) -> Any:
-        return forward._run_model(batches, model)[1], read
+    def step(micro_batches: Any, model: Any) -> Any:
+        everywhere = replace(next(micro_batches), positions=None)
+        return forward._run_model(iter([everywhere]), model)[1], read
 
     grid = build_grid(SAMPLES, num_ranks=1, max_tokens=96, pad_to_multiple=trainer.tensor_model_parallel_size)[0]
     with torch.no_grad():
