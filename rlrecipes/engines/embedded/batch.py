@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rlrecipes.engines.embedded.request import Request
-from rlrecipes.engines.embedded.sampling import Draw, compute_uniforms
+from rlrecipes.engines.embedded.sampling import Draw, build_draw, compute_uniforms
 from rlrecipes.engines.embedded.transformer import KEY_BLOCK, AttentionGroup, Step
 
 MAX_GATHERED_TOKENS = 1 << 16
@@ -118,11 +118,11 @@ class Batch:
 
     def build_draw(self, rows: np.ndarray) -> Draw:
         """How the rows' next tokens are drawn; ``lengths`` already count the step's tokens."""
-        return Draw(
-            torch.from_numpy(self._temperatures[rows]),
-            torch.from_numpy(self._top_ps[rows]),
-            torch.from_numpy(self._min_ps[rows]),
-            torch.from_numpy(self._top_ks[rows]),
+        return build_draw(
+            self._temperatures[rows],
+            self._top_ps[rows],
+            self._min_ps[rows],
+            self._top_ks[rows],
             compute_uniforms(self._seeds[rows], self.lengths[rows]),
             self.is_deterministic,
         )
@@ -136,8 +136,11 @@ class Batch:
 
     def _group_all(self, positions: np.ndarray) -> AttentionGroup:
         count, length = len(positions), int(positions.max()) + 1
-        visible = self._columns[:length] <= torch.from_numpy(positions).unsqueeze(1)
-        return AttentionGroup(slice(0, count), self._slots[:count, :length], _to_mask(visible).view(count, 1, 1, -1), 1)
+        mask = None
+        if int(positions.min()) + 1 < length:
+            visible = self._columns[:length] <= torch.from_numpy(positions).unsqueeze(1)
+            mask = _to_mask(visible).view(count, 1, 1, -1)
+        return AttentionGroup(slice(0, count), self._slots[:count, :length], mask, 1)
 
     def _group_extensions(self, extensions: list[Extension]) -> list[AttentionGroup]:
         by_count: defaultdict[int, list[int]] = defaultdict(list)

@@ -207,6 +207,7 @@ class Draw:
         temperatures, top_ps, min_ps: [N] float32.
         top_ks: [N] int64; 1 is greedy.
         uniforms: [N] float64 in [0, 1).
+        greedy_rows, filtered_rows: int64, rows without chance, and rows with chance and a filter.
         is_deterministic: ties are broken the same way whatever else is drawn.
     """
 
@@ -215,7 +216,29 @@ class Draw:
     min_ps: torch.Tensor
     top_ks: torch.Tensor
     uniforms: torch.Tensor
+    greedy_rows: torch.Tensor
+    filtered_rows: torch.Tensor
     is_deterministic: bool
+
+
+def build_draw(
+    temperatures: np.ndarray,
+    top_ps: np.ndarray,
+    min_ps: np.ndarray,
+    top_ks: np.ndarray,
+    uniforms: torch.Tensor,
+    is_deterministic: bool,
+) -> Draw:
+    """Sort rows by what they need; arrays as in ``Draw``."""
+    is_greedy = top_ks == 1
+    is_filtered = ~is_greedy & ((top_ks < TOP_K_ALL) | (top_ps < 1.0) | (min_ps > 0.0))
+    return Draw(
+        *(torch.from_numpy(array) for array in (temperatures, top_ps, min_ps, top_ks)),
+        uniforms,
+        torch.from_numpy(np.flatnonzero(is_greedy)),
+        torch.from_numpy(np.flatnonzero(is_filtered)),
+        is_deterministic,
+    )
 
 
 def sample(logits: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,17 +252,16 @@ def sample(logits: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor
         token ids [N] int64, and the logits divided by temperature, whose log-softmax is what SGLang reports: top-k,
         top-p and min-p shape the draw, not the reported logprobs.
     """
-    is_greedy = draw.top_ks == 1
-    if bool(is_greedy.all()):
+    if len(draw.greedy_rows) == len(logits):
         return logits.argmax(dim=-1), logits
     scaled = logits / draw.temperatures.unsqueeze(1)
     probabilities = torch.softmax(scaled, dim=-1)
-    is_filtered = ~is_greedy & ((draw.top_ks < logits.shape[1]) | (draw.top_ps < 1.0) | (draw.min_ps > 0.0))
     tokens = _invert(probabilities, draw.uniforms)
-    if bool(is_filtered.any()):
-        rows = is_filtered.nonzero().squeeze(1)
-        tokens[rows] = _sample_filtered(probabilities[rows], draw, rows)
-    return torch.where(is_greedy, logits.argmax(dim=-1), tokens), scaled
+    if len(draw.filtered_rows):
+        tokens[draw.filtered_rows] = _sample_filtered(probabilities[draw.filtered_rows], draw, draw.filtered_rows)
+    if len(draw.greedy_rows):
+        tokens[draw.greedy_rows] = logits[draw.greedy_rows].argmax(dim=-1)
+    return tokens, scaled
 
 
 def _invert(masses: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

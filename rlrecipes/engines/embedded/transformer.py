@@ -36,13 +36,13 @@ class AttentionGroup:
     Attributes:
         rows: their place in the step, B * Q of them, query by query within each request.
         slots: [B, L] int64, the pool slot of every key; 0 pads.
-        mask: [B, 1, Q, L] float, 0 where a query sees a key and -inf where not.
+        mask: [B, 1, Q, L] float, 0 where a query sees a key and -inf where not; None where all see all.
         num_queries: Q.
     """
 
     rows: slice | torch.Tensor
     slots: torch.Tensor
-    mask: torch.Tensor
+    mask: torch.Tensor | None
     num_queries: int
 
 
@@ -81,7 +81,7 @@ class Transformer:
         self.is_deterministic = is_deterministic
         self._dtype = weights.tensors["model.norm.weight"].dtype
         self._cosines, self._sines = _build_rotary_tables(self.architecture, max_positions, self._dtype)
-        self._norm_shape = (self.architecture.hidden_size,)
+        self._eps = torch.tensor(self.architecture.norm_eps)
         self._single_row_shapes: set[torch.Size] = set()
         if is_deterministic:
             self._check_row_independence()
@@ -110,7 +110,7 @@ class Transformer:
         if self.is_deterministic and num_rows % TILE_ROWS:
             hidden = functional.pad(hidden, (0, 0, 0, -num_rows % TILE_ROWS))
         tensors = self.weights.tensors
-        hidden = functional.rms_norm(hidden, self._norm_shape, tensors["model.norm.weight"], self.architecture.norm_eps)
+        hidden = self._normalize(hidden, tensors["model.norm.weight"])
         head = "model.embed_tokens.weight" if self.architecture.is_tied else "lm_head.weight"
         return self._multiply(hidden, tensors[head], None)[:num_rows].float()
 
@@ -122,9 +122,9 @@ class Transformer:
         slots: torch.Tensor,
         groups: Sequence[AttentionGroup],
     ) -> torch.Tensor:
-        tensors, prefix, eps = self.weights.tensors, f"model.layers.{layer}.", self.architecture.norm_eps
+        tensors, prefix = self.weights.tensors, f"model.layers.{layer}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        normed = functional.rms_norm(hidden, self._norm_shape, tensors[prefix + "input_layernorm.weight"], eps)
+        normed = self._normalize(hidden, tensors[prefix + "input_layernorm.weight"])
         fused = self._multiply(normed, tensors[attention + "qkv_proj.weight"], tensors.get(attention + "qkv_proj.bias"))
         queries = self._rotate(fused, attention, rotation)
         num_query_columns = self.architecture.num_heads * self.architecture.head_dim
@@ -133,7 +133,7 @@ class Transformer:
         hidden = hidden + self._multiply(
             mixed, tensors[attention + "o_proj.weight"], tensors.get(attention + "o_proj.bias")
         )
-        normed = functional.rms_norm(hidden, self._norm_shape, tensors[prefix + "post_attention_layernorm.weight"], eps)
+        normed = self._normalize(hidden, tensors[prefix + "post_attention_layernorm.weight"])
         gate_up = self._multiply(normed, tensors[mlp + "gate_up_proj.weight"], tensors.get(mlp + "gate_up_proj.bias"))
         gate, up = gate_up.chunk(2, dim=-1)
         activated = functional.silu(gate).mul_(up)
@@ -149,7 +149,7 @@ class Transformer:
         rotated = heads
         if a.has_qk_norm:
             tensors = self.weights.tensors
-            rotated = functional.rms_norm(heads, (a.head_dim,), None, a.norm_eps)
+            rotated = self._normalize(heads, None)
             rotated[:, : a.num_heads].mul_(tensors[prefix + "q_norm.weight"])
             rotated[:, a.num_heads :].mul_(tensors[prefix + "k_norm.weight"])
         cosines, sines = rotation
@@ -176,7 +176,9 @@ class Transformer:
         pairs = pool.index_select(0, group.slots.reshape(-1)).view(batch, length, 2, a.num_kv_heads, a.head_dim)
         keys, values = pairs[:, :, 0].transpose(1, 2), pairs[:, :, 1].transpose(1, 2)
         grouped = queries.reshape(batch, group.num_queries, a.num_kv_heads, shared, a.head_dim).permute(0, 2, 3, 1, 4)
-        mask = group.mask if group.num_queries == 1 else group.mask.repeat(1, 1, shared, 1)
+        mask = group.mask
+        if mask is not None and group.num_queries > 1:
+            mask = mask.repeat(1, 1, shared, 1)
         mixed = functional.scaled_dot_product_attention(
             grouped.reshape(batch, a.num_kv_heads, shared * group.num_queries, a.head_dim), keys, values, mask
         )
@@ -191,8 +193,20 @@ class Transformer:
         keys, values = pairs.float().permute(2, 0, 3, 1, 4).reshape(2, batch * a.num_kv_heads, length, a.head_dim)
         grouped = queries.float().reshape(batch * a.num_kv_heads, shared, a.head_dim) * a.head_dim**-0.5
         scores = torch.bmm(grouped, keys.transpose(1, 2)).view(batch, a.num_kv_heads, shared, length)
+        assert group.mask is not None
         weights = torch.softmax(scores + group.mask, dim=-1).view(batch * a.num_kv_heads, shared, length)
         return torch.bmm(weights, values).view(batch, a.num_heads * a.head_dim).to(queries.dtype)
+
+    def _normalize(self, rows: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """Divide by the root of the mean square over the last axis (Zhang and Sennrich 2019), in float32.
+
+        Fewer and cheaper kernels than torch's own rms_norm, whose parts run one by one on a CPU.
+        """
+        exact = rows.float()
+        norms = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
+        scaled = exact * torch.addcmul(self._eps, norms, norms, value=1.0 / rows.shape[-1]).rsqrt_()
+        scaled = scaled.to(rows.dtype)
+        return scaled if weight is None else scaled.mul_(weight)
 
     def _multiply(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if not self.is_deterministic:

@@ -8,10 +8,10 @@ import torch
 
 from rlrecipes.engines.embedded.sampling import (
     TOP_K_ALL,
-    Draw,
     MalformedParameterError,
     SamplingParameters,
     apply_penalties,
+    build_draw,
     compute_uniforms,
     parse_sampling_parameters,
     sample,
@@ -23,11 +23,11 @@ NUM_DRAWS = 20_000
 
 def draw_counts(logits: torch.Tensor, deterministic: bool = False, **settings: float) -> torch.Tensor:
     """Frequencies over evenly spaced uniforms: exact to one draw, so no statistical slack is needed."""
-    draw = Draw(
-        torch.full((NUM_DRAWS,), settings.get("temperature", 1.0)),
-        torch.full((NUM_DRAWS,), settings.get("top_p", 1.0)),
-        torch.full((NUM_DRAWS,), settings.get("min_p", 0.0)),
-        torch.full((NUM_DRAWS,), int(settings.get("top_k", TOP_K_ALL)), dtype=torch.int64),
+    draw = build_draw(
+        np.full(NUM_DRAWS, settings.get("temperature", 1.0), dtype=np.float32),
+        np.full(NUM_DRAWS, settings.get("top_p", 1.0), dtype=np.float32),
+        np.full(NUM_DRAWS, settings.get("min_p", 0.0), dtype=np.float32),
+        np.full(NUM_DRAWS, int(settings.get("top_k", TOP_K_ALL))),
         (torch.arange(NUM_DRAWS, dtype=torch.float64) + 0.5) / NUM_DRAWS,
         deterministic,
     )
@@ -75,20 +75,17 @@ def test_frequencies_are_those_of_the_definition(settings: dict[str, float], det
 
 def test_rows_with_different_settings_do_not_mix() -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
-    draw = Draw(
-        torch.tensor([1.0, 0.3, 2.0, 1.0]),
-        torch.tensor([1.0, 0.6, 1.0, 1.0]),
-        torch.zeros(4),
-        torch.tensor([1, TOP_K_ALL, 5, TOP_K_ALL]),
-        torch.tensor([0.9, 0.2, 0.5, 0.7], dtype=torch.float64),
-        False,
+    uniforms = torch.tensor([0.9, 0.2, 0.5, 0.7], dtype=torch.float64)
+    columns = (
+        np.array([1.0, 0.3, 2.0, 1.0], dtype=np.float32),
+        np.array([1.0, 0.6, 1.0, 1.0], dtype=np.float32),
+        np.zeros(4, dtype=np.float32),
+        np.array([1, TOP_K_ALL, 5, TOP_K_ALL]),
     )
-    together, _ = sample(logits, draw)
+    together, _ = sample(logits, build_draw(*columns, uniforms, False))
     for row in range(4):
         one = slice(row, row + 1)
-        alone = Draw(
-            draw.temperatures[one], draw.top_ps[one], draw.min_ps[one], draw.top_ks[one], draw.uniforms[one], False
-        )
+        alone = build_draw(*(column[one] for column in columns), uniforms[one], False)
         assert sample(logits[one], alone)[0].item() == together[row].item()
 
 
