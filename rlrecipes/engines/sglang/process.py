@@ -28,6 +28,7 @@ _KILL_TIMEOUT_S = 10.0
 _NUM_TAIL_LINES = 15
 _MAX_LINE_CHARACTERS = 300
 _TAIL_BYTES = 64 * 1024
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _NOISE = re.compile(r'^$|^\s|^Traceback|"(GET|POST) /|Warning: ')
 """Indented lines are a traceback's files and code; the error it ends with is not indented."""
 _KNOWN_CAUSES = (
@@ -36,7 +37,7 @@ _KNOWN_CAUSES = (
         r"Repo id must be in the form|Unrecognized model in|config\.json|No such file or directory: '\S*model",
         "give the path of a directory that holds config.json, the weights and the tokenizer",
     ),
-    (r"No module named '?sglang", "this interpreter has no SGLang: give one that has, or see docs/install"),
+    (r"No module named '?sglang", "this interpreter has no SGLang: run `make sglang`, or give one that has"),
     (r"^cannot start ", "give the path of an existing interpreter"),
     (r"(?i)out of memory|Not enough memory", "lower the engine's share of memory (mem_fraction_static)"),
     (r"unrecognized arguments|invalid choice", "correct the option; the engine's own names are passed through"),
@@ -62,7 +63,7 @@ def read_log_tail(log_path: Path, offset_bytes: int = 0) -> str:
         with log_path.open("rb") as log:
             log.seek(0, 2)
             log.seek(max(offset_bytes, log.tell() - _TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
+            lines = _COLOUR.sub("", log.read().decode(errors="replace")).splitlines()
     except OSError:
         return "(no log)"
     told = dict.fromkeys(line[:_MAX_LINE_CHARACTERS] for line in lines if not _NOISE.search(line))

@@ -133,11 +133,13 @@ def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "probe.log"
     log.parent.mkdir()
     log.write_text("of an earlier run\n")
-    code = "print('loading'); print('loading'); print(); raise ValueError('Unrecognized model in /tmp/x')"
+    code = (
+        "print('\\x1b[1mloading\\x1b[0m'); print('loading'); print(); raise ValueError('Unrecognized model in /tmp/x')"
+    )
     message = ready_error(launch(tmp_path, code))
     assert "engine probe: ended with exit code 1" in message and str(log) in message
     assert message.count("loading") == 1 and "ValueError: Unrecognized model" in message
-    assert "earlier run" not in message and "File" not in message
+    assert "earlier run" not in message and "File" not in message and "\x1b" not in message
     assert "fix: give the path of a directory that holds config.json" in message
 
 
