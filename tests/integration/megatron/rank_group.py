@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
@@ -138,6 +139,7 @@ def _serve(rank: int, tasks: Connection) -> None:
             tasks.send((False, traceback.format_exc()))
         finally:
             _leave_process_group()
+    os._exit(0)  # tearing down the interpreter takes seconds
 
 
 def _leave_process_group() -> None:

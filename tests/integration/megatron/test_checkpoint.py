@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from test_training import GRPO, SAMPLES, build_rank, build_rows, row_of
 from rlrecipes.errors import CheckpointError
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
 
-SAVED = [SINGLE, TP2, PP2, DP2]
+RESUMES = [(layout, layout) for layout in (SINGLE, TP2, PP2, DP2)] + [
+    pair for layout in (TP2, PP2, DP2) for pair in ((SINGLE, layout), (layout, SINGLE))
+]
 
 
 def train(trainer_rank: Any, rank: int, layout: Layout, num_steps: int) -> list[dict[str, float]]:
@@ -59,20 +62,26 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return node, first, other
 
 
-@pytest.fixture(scope="module", params=SAVED, ids=str)
-def saved(request: pytest.FixtureRequest, models: Any, ranks: RankGroup, tmp_path_factory: Any) -> Any:
-    layout, (node, path, _) = request.param, models
-    directory = tmp_path_factory.mktemp("saved") / "step"
-    trainer = build_trainer_node(layout, needs_reference=True)
-    found = ranks.run(layout.num_ranks, save_and_go_on, layout, trainer, node, path, directory)
-    return layout, directory, found[-1 if layout.pp > 1 else 0]
+@pytest.fixture(scope="module")
+def saved(models: Any, ranks: RankGroup, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Layout -> (checkpoint directory, the three steps after it, reference logprobs)."""
+
+    @cache
+    def save(layout: Layout) -> Any:
+        node, path, _ = models
+        directory = tmp_path_factory.mktemp("saved") / "step"
+        trainer = build_trainer_node(layout, needs_reference=True)
+        found = ranks.run(layout.num_ranks, save_and_go_on, layout, trainer, node, path, directory)
+        return directory, *found[-1 if layout.pp > 1 else 0]
+
+    return save
 
 
-@pytest.mark.parametrize("layout", SAVED, ids=str)
-def test_a_checkpoint_continues_at_every_layout(layout: Layout, saved: Any, models: Any, ranks: RankGroup) -> None:
-    saved_layout, directory, (steps, reference) = saved
-    if SINGLE not in (layout, saved_layout) and layout != saved_layout:
-        pytest.skip("by way of one process")
+@pytest.mark.parametrize(("saved_layout", "layout"), RESUMES, ids=str)
+def test_a_checkpoint_continues(
+    saved_layout: Layout, layout: Layout, saved: Any, models: Any, ranks: RankGroup
+) -> None:
+    directory, steps, reference = saved(saved_layout)
     node, _, other = models
     trainer = build_trainer_node(layout, needs_reference=True)
     found = ranks.run(layout.num_ranks, load_and_go_on, layout, trainer, node, other, directory)
