@@ -154,18 +154,20 @@ class Frontend:
                 self.scheduler.run(lambda: self.scheduler.abort(leftover))
 
     def abort(self, rid: str, is_all: bool) -> None:
-        """End one call (by its name or the name of one of its answers) or all of them; unknown names are nothing."""
+        """End one call (by its name or the name of one of its answers) or all of them; unknown names are nothing.
+
+        As in SGLang, a name takes those along that begin with it.
+        """
         if is_all:
-            for call in self._calls.values():
-                call.is_aborted = True
+            for each in self._calls.values():
+                each.is_aborted = True
             self.scheduler.run(lambda: self.scheduler.abort(None))
             return
-        named = self._calls.get(rid)
-        if named is not None:
-            named.is_aborted = True
-            rids = set(named.children)
-        else:
-            rids = {rid} & self._tickets.keys()
+        call = self._calls.get(rid)
+        if call is not None:
+            call.is_aborted = True
+        targets = tuple(call.children if call is not None else {rid} & self._tickets.keys())
+        rids = {each for each in self._tickets if each.startswith(targets)} if targets else set()
         if rids:
             self.scheduler.run(lambda: self.scheduler.abort(rids))
 

@@ -233,7 +233,10 @@ def build_draw(
     is_greedy = top_ks == 1
     is_filtered = ~is_greedy & ((top_ks < TOP_K_ALL) | (top_ps < 1.0) | (min_ps > 0.0))
     return Draw(
-        *(torch.from_numpy(array) for array in (temperatures, top_ps, min_ps, top_ks)),
+        torch.from_numpy(temperatures),
+        torch.from_numpy(top_ps),
+        torch.from_numpy(min_ps),
+        torch.from_numpy(top_ks),
         uniforms,
         torch.from_numpy(np.flatnonzero(is_greedy)),
         torch.from_numpy(np.flatnonzero(is_filtered)),
