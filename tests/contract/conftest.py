@@ -39,10 +39,11 @@ def other_model(reference: Reference, tmp_path_factory: pytest.TempPathFactory) 
 def servers(
     request: pytest.FixtureRequest, reference: Reference, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Server]]:
-    """Every kind that a selected test asks for, all starting at once: the real one needs most of a minute."""
-    kinds = {item.callspec.params.get("server") for item in request.session.items if hasattr(item, "callspec")}
+    """The embedded one, and the real one where a selected test asks for it: it needs most of a minute to start."""
+    asked = {item.callspec.params.get("server") for item in request.session.items if hasattr(item, "callspec")}
     log_dir = tmp_path_factory.mktemp("logs")
-    started = {kind: start_server(kind, reference.path, log_dir) for kind in ("sglang", "embedded") if kind in kinds}
+    kinds = ("sglang", "embedded") if "sglang" in asked else ("embedded",)
+    started = {kind: start_server(kind, reference.path, log_dir) for kind in kinds}
     yield started
     family = [
         child for server in started.values() for child in psutil.Process(server.process.pid).children(recursive=True)

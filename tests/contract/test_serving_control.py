@@ -401,6 +401,28 @@ def test_state_is_told(server: Server, client: EngineClient, reference: Referenc
     assert "/begin_weight_update" not in paths  # 0.5.17
 
 
+def keys_of(answer: Any) -> set[str]:
+    """Paths of all keys, lists by their first entry."""
+    if isinstance(answer, list):
+        return keys_of(answer[0]) if answer else set()
+    if not isinstance(answer, dict):
+        return set()
+    return set(answer) | {f"{key}.{inner}" for key, value in answer.items() for inner in keys_of(value)}
+
+
+@pytest.mark.parametrize("server", ["sglang"], indirect=True)
+def test_the_embedded_server_invents_no_field(server: Server, servers: dict[str, Server], reference: Reference) -> None:
+    embedded = servers["embedded"]
+    for path in ("/model_info", "/v1/loads?include=core"):  # of which it has the part that somebody reads
+        assert keys_of(embedded.ok(path)) <= keys_of(server.ok(path)), path
+    assert set(embedded.ok("/server_info")) <= set(server.ok("/server_info"))
+    assert keys_of(embedded.ok("/v1/models")) == keys_of(server.ok("/v1/models"))
+    body = {"top_logprobs_num": 2, "logprob_start_len": 1, "token_ids_logprob": [5]}
+    for extra in ({}, body):
+        answers = [one.generate(reference.prompt, body=extra) for one in (embedded, server)]
+        assert keys_of(answers[0]) == keys_of(answers[1])
+
+
 def test_loads_count_requests_and_tokens(
     flushed: Server, client: EngineClient, reference: Reference, long_answer: list[int]
 ) -> None:
