@@ -72,7 +72,8 @@ def iter_random_tensors(model: ModelNode) -> Iterator[tuple[str, Tensor]]:
         elif name.endswith(".bias"):
             yield name, torch.zeros(parameter.shape, dtype=dtype)
         else:
-            generator = torch.Generator().manual_seed(model.init_seed << 32 | zlib.crc32(name.encode()))
+            # torch's CPU generator looks at 32 bits of its seed alone.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{model.init_seed} {name}".encode()))
             yield name, (torch.randn(parameter.shape, generator=generator) * _STD).to(dtype)
 
 

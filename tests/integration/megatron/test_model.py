@@ -1,0 +1,115 @@
+"""What Megatron is built with, and what its absence of CUDA is hidden by, in a process of its own."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_group import SINGLE, RankGroup, build_model_node, build_trainer_node, write_hf_model
+from test_training import GRPO, SAMPLES, build_rank, build_rows
+
+from rlrecipes.errors import ConfigError
+from rlrecipes.plan.nodes import ModelNode, TrainerNode
+
+ASK = """
+import torch
+answers = {
+    "device": lambda: torch.cuda.current_device(),
+    "factory": lambda: torch.zeros(2, device="cuda").device,
+    "cuda": lambda: torch.zeros(2).cuda().device,
+    "type": lambda: torch.zeros(2).type(),
+    "stream": lambda: torch.cuda.current_stream().synchronize(),
+}
+"""
+
+
+def ask(module_name: str) -> dict[str, str]:
+    module = types.ModuleType(module_name)
+    exec(ASK, module.__dict__)
+    told = {}
+    for name, answer in module.answers.items():
+        try:
+            told[name] = str(answer())
+        except (RuntimeError, AssertionError):
+            told[name] = "refused"
+    return told
+
+
+def compare_callers(rank: int, port: int) -> Any:
+    from rlrecipes.engines.megatron import cpu
+
+    before = ask("elsewhere")
+    cpu.run_patches()
+    return before, ask("elsewhere"), ask("megatron.core.anything")
+
+
+def test_only_megatron_sees_the_patches(ranks: RankGroup) -> None:
+    before, elsewhere, megatron = ranks.run(1, compare_callers)[0]
+    assert elsewhere == before
+    assert elsewhere["factory"] == "refused"
+    assert megatron == {
+        "device": "cpu",
+        "factory": "cpu",
+        "cuda": "cpu",
+        "type": "torch.cuda.FloatTensor",
+        "stream": "None",
+    }
+
+
+def build_configs(rank: int, port: int, trainers: list[TrainerNode], node: ModelNode) -> list[Any]:
+    from rlrecipes.engines.megatron import cpu
+    from rlrecipes.engines.megatron.model import build_transformer_config, compute_padded_vocab_size
+
+    cpu.run_patches()
+    told: list[Any] = [compute_padded_vocab_size(97, tp) for tp in (1, 2, 8)] + [compute_padded_vocab_size(129, 3)]
+    for trainer in trainers:
+        try:
+            told.append(build_transformer_config(node, trainer).recompute_granularity)
+        except ConfigError as error:
+            told.append([(problem.where, problem.problem, problem.fix) for problem in error.problems])
+    return told
+
+
+def test_native_options_are_judged_and_taken(ranks: RankGroup) -> None:
+    natives: list[dict[str, Any]] = [
+        {"recompute_granularity": "selective"},
+        {"recompute_granularty": "full", "num_layers": 3},
+        {"recompute_granularity": "sometimes"},
+    ]
+    trainers = [build_trainer_node(SINGLE, megatron=native) for native in natives]
+    found = ranks.run(1, build_configs, trainers, build_model_node())[0]
+    assert found[:4] == [128, 128, 128, 384]
+    assert found[4] == "selective"
+    (misspelt, taken), (refused,) = found[5], found[6]
+    assert misspelt[0] == "parallel.megatron.recompute_granularty"
+    assert "recompute_granularity" in misspelt[2]
+    assert taken[0] == "parallel.megatron.num_layers"
+    assert refused[0] == "parallel"
+
+
+def train_in_bfloat16(rank: int, port: int, trainer: TrainerNode, node: ModelNode, path: Path) -> Any:
+    trainer_rank = build_rank(rank, port, trainer, node, path)
+    row = build_rows(SAMPLES, SINGLE)[0]
+    before = {name: tensor.clone() for name, tensor in trainer_rank.iter_hf_tensors()}
+    steps = [trainer_rank.train_step(row, GRPO) for _ in range(2)]
+    return before, steps, dict(trainer_rank.iter_hf_tensors())
+
+
+@pytest.mark.parametrize(
+    "native", [{}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}]
+)
+def test_bfloat16_and_recomputing_stay_near_float32(native: dict[str, Any], ranks: RankGroup, tmp_path: Path) -> None:
+    node = build_model_node("qwen3", dtype="bfloat16")
+    write_hf_model(build_model_node("qwen3"), tmp_path)
+    trainer = build_trainer_node(SINGLE, megatron=native)
+    before, steps, after = ranks.run(1, train_in_bfloat16, trainer, node, tmp_path)[0]
+    exact = ranks.run(1, train_in_bfloat16, trainer, build_model_node("qwen3"), tmp_path)[0][1]
+    assert steps[0]["entropy"] == pytest.approx(exact[0]["entropy"], rel=1e-2)
+    assert steps[0]["grad_norm"] == pytest.approx(exact[0]["grad_norm"], rel=5e-2)
+    for name, tensor in after.items():
+        assert tensor.dtype == torch.bfloat16
+        assert tensor.dim() == 1 or not torch.equal(tensor, before[name])
+        torch.testing.assert_close(tensor, before[name], atol=1e-2, rtol=2e-2)
