@@ -82,7 +82,7 @@ def build_state(arguments: ServerArguments, loop: asyncio.AbstractEventLoop) -> 
 
 def _choose_dtype(arguments: ServerArguments, architecture: Architecture) -> torch.dtype:
     name = architecture.dtype if arguments.dtype == "auto" else arguments.dtype
-    return torch.bfloat16 if name in ("bfloat16", "float16") else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def _choose_limits(arguments: ServerArguments, architecture: Architecture, dtype: torch.dtype) -> Limits:

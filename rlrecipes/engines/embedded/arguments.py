@@ -17,7 +17,7 @@ class ServerArguments:
         host, port: to listen on; port 0 takes a free one and prints it.
         served_model_name: what /v1/models says.
         tokenizer_path: where the tokenizer is.
-        dtype: ``auto`` (as saved), ``float32`` or ``bfloat16``.
+        dtype: ``auto`` (bfloat16 where the weights are, else float32), ``float32`` or ``bfloat16``.
         context_length: shortens the model's.
         max_total_tokens: that the cache of keys and values holds; None for what a gigabyte holds.
         max_running_requests: that hold memory at once.

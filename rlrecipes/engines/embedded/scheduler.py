@@ -15,12 +15,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import torch
 
 from rlrecipes.engines.embedded.batch import Batch, Extension
 from rlrecipes.engines.embedded.completion import Stopper, record_prompt_logprobs, record_sampled_logprobs
+from rlrecipes.engines.embedded.counters import Counters
 from rlrecipes.engines.embedded.radix_cache import RadixCache
 from rlrecipes.engines.embedded.request import Listener, Progress, Request
 from rlrecipes.engines.embedded.sampling import apply_penalties, sample
@@ -74,9 +76,7 @@ class Scheduler:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_paused = False
         self._news: list[Progress] = []
-        self._num_generated_tokens = 0
-        self._rate_mark = (time.perf_counter(), 0)
-        self._throughput = 0.0
+        self._counters = Counters()
         self._thread = threading.Thread(target=self._loop, name="scheduler", daemon=True)
 
     def start(self) -> None:
@@ -156,7 +156,7 @@ class Scheduler:
         if not self._cache.layers:
             self._cache.allocate_memory()
 
-    def compute_load(self) -> dict[str, float]:
+    def compute_load(self) -> dict[str, Any]:
         """Count what SGLang's /v1/loads counts."""
         num_used = self._cache.num_slots - self._cache.num_free - self._prefixes.num_evictable
         num_waiting_tokens = sum(request.num_tokens for request in self._waiting)
@@ -168,7 +168,7 @@ class Scheduler:
             "num_total_tokens": num_used + num_waiting_tokens,
             "num_active_tokens": num_used + num_waiting_tokens,
             "token_usage": round(num_used / self._cache.num_slots, 4),
-            "gen_throughput": round(self._throughput, 2),
+            **self._counters.describe(),
         }
 
     def _loop(self) -> None:
@@ -201,10 +201,12 @@ class Scheduler:
                 self._finish(row, dict(ABORTED))
         self._admit()
         if len(self._batch):
-            if all(request.is_decoding for request in self._batch.requests):
+            started_s, num_rows = time.perf_counter(), len(self._batch)
+            if is_decode := all(request.is_decoding for request in self._batch.requests):
                 self._step_decode()
             else:
                 self._step_mixed()
+            self._counters.count_step(is_decode, num_rows, time.perf_counter() - started_s)
         self._tell()
 
     def _tell(self) -> None:
@@ -247,6 +249,7 @@ class Scheduler:
         if num_new + room > self._cache.num_free + self._prefixes.num_evictable:
             self._prefixes.unlock(node)
             return False
+        self._counters.count_admitted(num_new, len(prefix))
         if not request.num_retractions:
             request.num_cached_tokens = len(prefix)
         request.node, request.num_slots = node, len(tokens)
@@ -368,7 +371,7 @@ class Scheduler:
         tokens, scaled = sample(logits, self._batch.build_draw(rows))
         self._batch.last_tokens[rows] = tokens.numpy()
         ids = tokens.tolist()
-        self._measure(len(ids))
+        self._counters.count_generated(len(ids))
         record_sampled_logprobs(requests, scaled, tokens)
         for row, request, token in sorted(
             zip(rows.tolist(), requests, ids, strict=True), key=lambda entry: entry[0], reverse=True
@@ -380,11 +383,3 @@ class Scheduler:
                 self._finish(row, reason)
             elif request.wants_steps and not self._stopper.is_holding(request):
                 self._news.append(Progress(request, len(request.output_ids)))
-
-    def _measure(self, num_tokens: int) -> None:
-        self._num_generated_tokens += num_tokens
-        since, at = self._rate_mark
-        elapsed_s = time.perf_counter() - since
-        if elapsed_s > 1.0:
-            self._throughput = (self._num_generated_tokens - at) / elapsed_s
-            self._rate_mark = (time.perf_counter(), self._num_generated_tokens)

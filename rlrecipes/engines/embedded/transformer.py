@@ -175,14 +175,13 @@ class Transformer:
         shared = a.num_heads // a.num_kv_heads
         pairs = pool.index_select(0, group.slots.reshape(-1)).view(batch, length, 2, a.num_kv_heads, a.head_dim)
         keys, values = pairs[:, :, 0].transpose(1, 2), pairs[:, :, 1].transpose(1, 2)
-        grouped = queries.reshape(batch, group.num_queries, a.num_kv_heads, shared, a.head_dim).permute(0, 2, 3, 1, 4)
-        mask = group.mask
-        if mask is not None and group.num_queries > 1:
-            mask = mask.repeat(1, 1, shared, 1)
-        mixed = functional.scaled_dot_product_attention(
-            grouped.reshape(batch, a.num_kv_heads, shared * group.num_queries, a.head_dim), keys, values, mask
-        )
-        mixed = mixed.view(batch, a.num_kv_heads, shared, group.num_queries, a.head_dim).permute(0, 3, 1, 2, 4)
+        if group.num_queries == 1:  # query heads that share keys stand in for queries, so nothing is copied for them
+            grouped = queries.reshape(batch, a.num_kv_heads, shared, a.head_dim)
+            mixed = functional.scaled_dot_product_attention(grouped, keys, values, group.mask)
+        else:
+            heads = queries.reshape(batch, group.num_queries, a.num_heads, a.head_dim).transpose(1, 2)
+            mixed = functional.scaled_dot_product_attention(heads, keys, values, group.mask, enable_gqa=shared > 1)
+            mixed = mixed.transpose(1, 2)
         return mixed.reshape(batch * group.num_queries, a.num_heads * a.head_dim)
 
     def _attend_rows(self, queries: torch.Tensor, pool: torch.Tensor, group: AttentionGroup) -> torch.Tensor:

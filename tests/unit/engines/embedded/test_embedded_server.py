@@ -408,6 +408,41 @@ def test_a_push_while_paused_goes_through_and_one_that_would_flush_running_reque
     drive(url, script)
 
 
+def test_a_push_while_running_waits_for_requests_and_holds_newcomers(url: str) -> None:
+    async def script(client: Client) -> None:
+        before = (await client.get("/model_info"))["weight_version"]
+        running = asyncio.create_task(client.generate(LONG))
+        while (await client.get("/v1/loads"))["loads"][0]["num_running_reqs"] == 0:
+            await asyncio.sleep(0)
+        payload = pickle_shared([("model.norm.weight", torch.full((48,), 2.0))])
+        body = {"serialized_named_tensors": [payload], "weight_version": "pushed"}
+        push = asyncio.create_task(client.post("/update_weights_from_tensor", body))
+        await asyncio.sleep(0.02)
+        newcomer = asyncio.create_task(client.generate())
+        answer = await running
+        assert (answer["meta_info"]["weight_version"], len(answer["output_ids"])) == (before, 450)
+        await push
+        assert (await newcomer)["meta_info"]["weight_version"] == "pushed"
+
+    drive(url, script)
+
+
+def test_a_stream_does_not_show_the_beginning_of_a_stop_string(url: str) -> None:
+    async def script(client: Client) -> None:
+        whole = await client.generate()
+        stop = whole["text"][2:5]
+        parameters = {**GREEDY, "stop": [stop], "skip_special_tokens": False}
+        body = {"input_ids": PROMPT, "sampling_params": parameters, "stream": True}
+        async with client.session.post(client.base + "/generate", json=body) as response:
+            events = (await response.text()).split("\n\n")[:-2]
+        texts = [json.loads(event.removeprefix("data: "))["text"] for event in events]
+        end = texts[-1]
+        assert stop not in end and whole["text"].startswith(end)
+        assert all(end.startswith(text) for text in texts)
+
+    drive(url, script)
+
+
 def test_memory_is_released_and_resumed(url: str) -> None:
     async def script(client: Client) -> None:
         before = await client.generate()
