@@ -61,16 +61,16 @@ class Layout:
     inverse: Tensor
 
 
-def _build_block(lengths: list[int], start: int) -> Block:
-    sizes = torch.tensor(lengths)
-    longest, total = int(sizes.max()), int(sizes.sum())
-    within = torch.arange(longest).expand(len(lengths), longest)
+def _build_block(lengths: list[int], start: int, device: torch.device) -> Block:
+    sizes = torch.tensor(lengths, device=device)
+    longest, total = max(lengths), sum(lengths)
+    within = torch.arange(longest, device=device).expand(len(lengths), longest)
     is_token = (within < sizes[:, None]).flatten()
     packed_from = is_token.nonzero().squeeze(1)
     if len(packed_from) == len(lengths) * longest:
         return Block(len(lengths), longest, start, total, None, packed_from, packed_from[:0])
-    padded_from = torch.zeros(len(lengths) * longest, dtype=torch.long)
-    padded_from[packed_from] = torch.arange(total)
+    padded_from = torch.zeros(len(lengths) * longest, dtype=torch.long, device=device)
+    padded_from[packed_from] = torch.arange(total, device=device)
     return Block(len(lengths), longest, start, total, padded_from, packed_from, (~is_token).nonzero().squeeze(1))
 
 
@@ -98,9 +98,9 @@ def build_layout(cu_seqlens: Tensor) -> Layout:
     groups = _split_by_length(lengths)
     blocks, start = [], 0
     for group in groups:
-        blocks.append(_build_block([lengths[index] for index in group], start))
+        blocks.append(_build_block([lengths[index] for index in group], start, cu_seqlens.device))
         start += blocks[-1].num_tokens
-    order = torch.cat([torch.arange(starts[i], starts[i + 1]) for group in groups for i in group])
+    order = torch.cat([torch.arange(starts[i], starts[i + 1]) for group in groups for i in group]).to(cu_seqlens.device)
     is_packed_order = len(groups) == 1
     return Layout(tuple(blocks), None if is_packed_order else order, order.argsort())
 
@@ -213,7 +213,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
 def _build_rotation(cu_seqlens: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every packed token, [T, 1, width]; position 0 at each sample's start."""
     lengths = cu_seqlens.diff()
-    positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].repeat_interleave(lengths)
+    positions = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device) - cu_seqlens[:-1].repeat_interleave(lengths)
     angles = freqs.squeeze(1).index_select(0, positions)
     return angles.cos(), angles.sin()
 

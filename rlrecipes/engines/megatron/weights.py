@@ -76,8 +76,8 @@ TABLE = (
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _ROWS_BY_NAME = {name: row for row in TABLE for name in row.megatron}
 
-Read = Callable[[str, int, int, int], Tensor]
-"""(HF name, dimension, start, end) -> that slice."""
+Read = Callable[[str, int, slice, int], Tensor]
+"""(HF name, dimension, where, whole size of that dimension) -> that slice."""
 
 
 class HfReader:
@@ -113,11 +113,11 @@ class HfReader:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def read(self, name: str, dim: int, start: int, end: int) -> Tensor:
-        """Read ``[start:end]`` of one tensor in one dimension.
+    def read(self, name: str, dim: int, where: slice, size: int) -> Tensor:
+        """Read a slice of one tensor in one dimension.
 
         Raises:
-            DataError: the tensor is missing or smaller.
+            DataError: the tensor is missing, or that dimension is not ``size``.
         """
         if name not in self.files:
             raise self._error(f"has no tensor {name}")
@@ -126,9 +126,9 @@ class HfReader:
             if file not in self._open:
                 self._open[file] = self._stack.enter_context(safe_open(self._path / file, framework="pt"))
             view = self._open[file].get_slice(name)
-            if view.get_shape()[dim] < end:
-                raise self._error(f"{name} has shape {view.get_shape()}; dimension {dim} must reach {end}")
-            tensor: Tensor = view[start:end] if dim == 0 else view[:, start:end]
+            if view.get_shape()[dim] != size:
+                raise self._error(f"{name} has shape {view.get_shape()}; dimension {dim} should be {size}")
+            tensor: Tensor = view[where] if dim == 0 else view[:, where]
         except (OSError, SafetensorError) as error:
             raise self._error(f"{file} cannot be read: {error}") from error
         return tensor
@@ -170,9 +170,18 @@ class WeightMap:
 
         Args:
             read: slices of HF tensors.
+
+        Raises:
+            DataError: a tensor is missing or has another shape.
         """
         for row, names, parameter in self._entries:
             value = self._to_megatron(row.kind, names, parameter, read)
+            if value.shape[1:] != parameter.shape[1:]:
+                raise DataError(
+                    f"model.path: {names[0]}",
+                    f"has rows of {tuple(value.shape[1:])} instead of {tuple(parameter.shape[1:])}",
+                    "give an HF directory of this family and these shapes",
+                )
             parameter[: len(value)].copy_(value)
             parameter[len(value) :].zero_()  # padding of the vocabulary
 
@@ -199,22 +208,25 @@ class WeightMap:
     def _to_megatron(self, kind: str, names: tuple[str, ...], parameter: Tensor, read: Read) -> Tensor:
         """This rank's value of a parameter; without the rows that only pad the vocabulary."""
         if kind == "replicated":
-            return read(names[0], 0, 0, len(parameter))
+            return read(names[0], 0, slice(None), len(parameter))
         if kind == "columns":
-            return read(names[0], 1, self._rank * parameter.shape[1], (self._rank + 1) * parameter.shape[1])
+            return read(names[0], 1, *self._share(parameter.shape[1]))
         if kind == "vocabulary":
-            vocab_size = self._shapes.vocab_size
-            start, end = (min(rank * len(parameter), vocab_size) for rank in (self._rank, self._rank + 1))
-            return read(names[0], 0, start, end)
+            size = self._shapes.vocab_size
+            start, end = (min(rank * len(parameter), size) for rank in (self._rank, self._rank + 1))
+            return read(names[0], 0, slice(start, end), size)
         if kind == "gate_up":
-            half = len(parameter) // 2
-            return torch.cat([read(name, 0, self._rank * half, (self._rank + 1) * half) for name in names])
+            return torch.cat([read(name, 0, *self._share(len(parameter) // 2)) for name in names])
         groups = self._shapes.num_query_groups // self._size
         parts = []
         for name, rows in zip(names, self._rows_per_group(), strict=True):
-            part = read(name, 0, self._rank * groups * rows, (self._rank + 1) * groups * rows)
+            part = read(name, 0, *self._share(groups * rows))
             parts.append(part.view(groups, rows, *part.shape[1:]))
         return torch.cat(parts, 1).flatten(0, 1)
+
+    def _share(self, local_size: int) -> tuple[slice, int]:
+        """Where this rank's equal share lies, and the size of the whole."""
+        return slice(self._rank * local_size, (self._rank + 1) * local_size), self._size * local_size
 
     def _to_hf(self, kind: str, parts: list[Tensor]) -> list[Tensor]:
         """HF tensors of a parameter, from its value on every TP rank."""

@@ -215,3 +215,13 @@ def test_what_is_not_finite_stops_every_rank_and_changes_nothing(
         assert told == ["trainer.train_step.loss", "trainer.train_step.grad_norm"]
         assert is_untouched
         assert metrics == pytest.approx(single["steps"][0], rel=1e-5, abs=1e-5)
+
+
+def test_a_deterministic_rank_repeats_itself_bit_for_bit(
+    hf_model: Any, single: dict[str, Any], ranks: RankGroup
+) -> None:
+    node, path, _ = hf_model
+    trainer = build_trainer_node(TP2_SP, needs_reference=True, is_deterministic=True)
+    first, second = (ranks.run(2, train_three_steps, TP2_SP, trainer, node, path)[0] for _ in range(2))
+    assert first["steps"] == second["steps"]
+    assert all(torch.equal(tensor, second["weights"][name]) for name, tensor in first["weights"].items())

@@ -25,6 +25,7 @@ from rank_group import (
 from safetensors.torch import load_file
 
 from rlrecipes.batching.grid import build_grid
+from rlrecipes.errors import DataError
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
 
 MODELS = [(family, is_tied) for family in ("qwen3", "qwen2", "llama") for is_tied in (True, False)]
@@ -120,3 +121,35 @@ def test_an_export_loads_in_transformers_and_replaces_the_one_before(
     assert all(torch.equal(p, q) for p, q in zip(hf.parameters(), again.parameters(), strict=True))
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["hf", "out"]
+
+
+def load_wrong_models(rank: int, port: int, trainer: TrainerNode, node: ModelNode, wrong: list[Path]) -> list[str]:
+    from rlrecipes.engines.megatron.rank import TrainerRank
+
+    trainer_rank = TrainerRank(trainer, node, rank=rank, master_address="127.0.0.1", master_port=port)
+    told = []
+    for path in wrong:
+        with pytest.raises(DataError) as caught:
+            trainer_rank.load_hf(path)
+        told.append(str(caught.value))
+    return told
+
+
+def test_another_model_is_refused(ranks: RankGroup, tmp_path: Path) -> None:
+    shapes = build_model_node().shapes
+    changes: dict[str, Any] = {
+        "vocabulary": {"vocab_size": 98},
+        "width": {"hidden_size": 64},
+        "ffn": {"ffn_hidden_size": 96},
+        "heads": {"num_query_groups": 4},
+        "layers": {"num_layers": 3},
+    }
+    for name, change in changes.items():
+        node = build_model_node().model_copy(update={"shapes": shapes.model_copy(update=change)})
+        write_hf_model(node, tmp_path / name)
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "model.safetensors").write_bytes(b"\x10" * 100)
+    wrong = [tmp_path / name for name in (*changes, "torn", "missing")]
+    told = ranks.run(1, load_wrong_models, build_trainer_node(SINGLE), build_model_node(), wrong)[0]
+    parts = ["embed_tokens", "48", "mlp", "k_proj", "layers.3.", "torn", "missing"]
+    assert [part in text for part, text in zip(parts, told, strict=True)] == [True] * len(parts), told
