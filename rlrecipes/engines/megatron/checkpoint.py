@@ -24,6 +24,7 @@ _METADATA = {
     "singleton_local_shards": False,
 }
 """The one format that loads at another TP, PP and DP."""
+_REFERENCE_PREFIX = "reference."
 
 
 def _build_state(
@@ -39,7 +40,7 @@ def _build_state(
     if reference:  # the model's sharding with the reference's tensors in it
         sharding = ddp.module.sharded_state_dict(metadata=metadata)
         state["reference"] = {name: replace(sharding[name], data=tensor) for name, tensor in reference.items()}
-        add_prefix_for_sharding(state["reference"], "reference.")
+        add_prefix_for_sharding(state["reference"], _REFERENCE_PREFIX)
     return state
 
 
@@ -98,6 +99,9 @@ def run_load_checkpoint(
     def load() -> None:
         if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
             raise FileNotFoundError("holds no trainer checkpoint")
+        metadata = dist_checkpointing.load_tensors_metadata(str(directory))
+        if reference and not any(key.startswith(_REFERENCE_PREFIX) for key in metadata):
+            raise FileNotFoundError("holds no reference, which this recipe needs")
         state = _build_state(ddp, optimizer, reference, is_loading=True)
         try:
             loaded.update(dist_checkpointing.load(state, str(directory)))

@@ -153,7 +153,10 @@ class TrainerRank:
             self._weights.run_load(reader.read)
         self._optimizer.reload_model_params()
         if self._trainer.needs_reference:
-            self._reference = {name: p.detach().cpu().clone() for name, p in self._gpt.named_parameters()}
+            self._keep_reference()
+
+    def _keep_reference(self) -> None:
+        self._reference = {name: p.detach().cpu().clone() for name, p in self._gpt.named_parameters()}
 
     def iter_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Whole HF tensors this pipeline stage owns, each once; see ``WeightMap.iter_hf_tensors``.
@@ -302,11 +305,15 @@ class TrainerRank:
         run_save_checkpoint(self._ddp, self._optimizer, self.num_train_steps, self._reference, Path(directory))
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Continue from :meth:`save_checkpoint`; learning rate and Adam's numbers stay those of this trainer.
+        """Continue from :meth:`save_checkpoint`, at any layout; nothing need be loaded before.
+
+        Learning rate and Adam's numbers stay those of this trainer.
 
         Raises:
             CheckpointError: it is missing, broken, or of another model; on every rank.
         """
+        if self._trainer.needs_reference and not self._reference:
+            self._keep_reference()
         self._scheduler.num_steps = run_load_checkpoint(self._ddp, self._optimizer, self._reference, Path(directory))
         self._scheduler.step(0)
 

@@ -40,7 +40,7 @@ def save_and_go_on(
 def load_and_go_on(
     rank: int, port: int, layout: Layout, trainer: TrainerNode, node: ModelNode, path: Path, saved: Path
 ) -> Any:
-    trainer_rank = build_rank(rank, port, trainer, node, path)
+    trainer_rank = build_rank(rank, port, trainer, node, path if rank else None)  # loading HF first changes nothing
     trainer_rank.load_checkpoint(saved)
     row = build_rows(SAMPLES, layout)[row_of(rank, layout)]
     reference = trainer_rank.compute_logprobs(row, which="reference")
@@ -148,3 +148,20 @@ def test_a_failed_save_is_told_on_every_rank_and_the_run_may_go_on(
         assert ["full" in told[0], "nowhere" in told[1], "missing" in told[2]] == [True, True, True]
         assert steps[0]["loss"] == pytest.approx(steps[0]["loss"])
     assert (tmp_path / "good" / "metadata.json").is_file()
+
+
+def load_without_reference(rank: int, port: int, trainer: TrainerNode, node: ModelNode, saved: Path) -> str:
+    trainer_rank = build_rank(rank, port, trainer, node, None)
+    with pytest.raises(CheckpointError) as caught:
+        trainer_rank.load_checkpoint(saved)
+    return str(caught.value)
+
+
+def test_a_checkpoint_without_the_reference_a_recipe_needs_is_refused(
+    models: Any, ranks: RankGroup, tmp_path: Path
+) -> None:
+    node, path, _ = models
+    ranks.run(1, save_and_forget, build_trainer_node(SINGLE), node, path, tmp_path / "saved")
+    trainer = build_trainer_node(TP2, needs_reference=True)
+    for told in ranks.run(2, load_without_reference, trainer, node, tmp_path / "saved"):
+        assert "holds no reference" in told

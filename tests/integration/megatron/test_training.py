@@ -47,11 +47,12 @@ def build_rows(samples: list[Sample], layout: Layout) -> list[list[MicroBatch]]:
     return build_grid(samples, num_ranks=layout.dp, max_tokens=96, pad_to_multiple=layout.tp)
 
 
-def build_rank(rank: int, port: int, trainer: TrainerNode, node: ModelNode, path: Path) -> Any:
+def build_rank(rank: int, port: int, trainer: TrainerNode, node: ModelNode, path: Path | None) -> Any:
     from rlrecipes.engines.megatron.rank import TrainerRank
 
     trainer_rank = TrainerRank(trainer, node, rank=rank, master_address="127.0.0.1", master_port=port)
-    trainer_rank.load_hf(path)
+    if path is not None:
+        trainer_rank.load_hf(path)
     return trainer_rank
 
 
