@@ -180,6 +180,8 @@ async def _update(
 
 
 def _write(state: ServerState, tensors: NamedTensors, should_flush: bool) -> None:
+    for name, tensor in tensors:  # all or nothing
+        state.weights.find_target(name, tensor.shape)
     if should_flush and not state.scheduler.flush():
         raise TransferError(
             "Cache flush failed: requests are running or waiting. Send flush_cache=false, or pause with mode abort."

@@ -300,7 +300,10 @@ async def _stream(
         for choice in to_last_chunks(sent):
             await send([choice], None)
         if options and options.include_usage:
-            await send([], _to_usage([sent.last[index] for index in sorted(sent.last)], body.n))
+            usage = _to_usage([sent.last[index] for index in sorted(sent.last)], body.n)
+            if kind == "text_completion":  # SGLang leaves nulls out here and nowhere else
+                usage = {name: value for name, value in usage.items() if value is not None}
+            await send([], usage)
     finally:
         await answers.aclose()
     await response.write(b"data: [DONE]\n\n")

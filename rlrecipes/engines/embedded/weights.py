@@ -82,19 +82,29 @@ class Weights:
         """
         written = set()
         for name, tensor in named_tensors:
-            region = self.regions.get(name)
-            if region is not None:
-                target = self.tensors[region.name][region.start : region.start + region.rows]
-            elif name in self.tensors:
-                target = self.tensors[name]
-            else:
-                self._report_unknown(name)
-                continue
-            if target.shape != tensor.shape:
-                raise WeightShapeError(f"{name} has shape {list(tensor.shape)}, the model needs {list(target.shape)}")
-            target.copy_(tensor)
-            written.add(name)
+            target = self.find_target(name, tensor.shape)
+            if target is not None:
+                target.copy_(tensor)
+                written.add(name)
         return written
+
+    def find_target(self, name: str, shape: torch.Size) -> torch.Tensor | None:
+        """Give the memory a tensor belongs to; None for unknown names.
+
+        Raises:
+            WeightShapeError: the shape differs.
+        """
+        region = self.regions.get(name)
+        if region is not None:
+            target = self.tensors[region.name][region.start : region.start + region.rows]
+        elif name in self.tensors:
+            target = self.tensors[name]
+        else:
+            self._report_unknown(name)
+            return None
+        if target.shape != shape:
+            raise WeightShapeError(f"{name} has shape {list(shape)}, the model needs {list(target.shape)}")
+        return target
 
     def _report_unknown(self, name: str) -> None:
         if not (name == "lm_head.weight" and self.architecture.is_tied) and "rotary_emb" not in name:

@@ -382,7 +382,8 @@ def test_bad_weights_change_nothing(url: str, tmp_path: Path) -> None:
         for path in (str(small), "/nowhere"):
             await client.post("/update_weights_from_disk", {"model_path": path, "weight_version": "x"}, expect=400)
         evil = base64.b64encode(pickle.dumps([("a", os.system)])).decode()
-        for payload in ("%%%", evil, pickle_shared([("model.norm.weight", torch.zeros(3))]), pickle_shared([1])):
+        half_bad = [("model.norm.weight", torch.zeros(48)), ("model.layers.0.self_attn.q_proj.weight", torch.zeros(3))]
+        for payload in ("%%%", evil, pickle_shared(half_bad), pickle_shared([1])):
             await client.post("/update_weights_from_tensor", {"serialized_named_tensors": [payload]}, expect=400)
         description = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none"}
         await client.post("/update_weights_from_distributed", description, expect=400)
