@@ -39,7 +39,10 @@ _KNOWN_CAUSES = (
     ),
     (r"No module named '?sglang", "this interpreter has no SGLang: run `make sglang`, or give one that has"),
     (r"^cannot start ", "give the path of an existing interpreter"),
-    (r"(?i)out of memory|Not enough memory", "lower the engine's share of memory (mem_fraction_static)"),
+    (
+        r"(?i)out of memory|Not enough memory|OOM killer",
+        "give the engine's KV cache less memory (max_total_tokens, mem_fraction_static)",
+    ),
     (r"unrecognized arguments|invalid choice", "correct the option; the engine's own names are passed through"),
 )
 
