@@ -165,3 +165,22 @@ def test_a_checkpoint_without_the_reference_a_recipe_needs_is_refused(
     trainer = build_trainer_node(TP2, needs_reference=True)
     for told in ranks.run(2, load_without_reference, trainer, node, tmp_path / "saved"):
         assert "holds no reference" in told
+
+
+def fail_on_one_rank(rank: int, port: int, trainer: TrainerNode, node: ModelNode) -> str:
+    from rlrecipes.engines.megatron.agreement import run_together
+
+    build_rank(rank, port, trainer, node, None)
+
+    def act() -> None:
+        if rank == 1:
+            raise OSError("no space left")
+
+    with pytest.raises(CheckpointError) as caught:
+        run_together("somewhere", "free space", act)
+    return str(caught.value)
+
+
+def test_a_failure_on_one_rank_is_raised_on_all(ranks: RankGroup) -> None:
+    for told in ranks.run(2, fail_on_one_rank, build_trainer_node(TP2), build_model_node()):
+        assert told == "somewhere: rank 1: OSError: no space left\n    fix: free space"

@@ -78,6 +78,7 @@ def train_three_steps(
         "before": before,
         "policy": trainer_rank.compute_logprobs(row, which="policy"),
         "reference": trainer_rank.compute_logprobs(row, which="reference"),
+        "policy_again": trainer_rank.compute_logprobs(row, which="policy"),
         "weights": {name: tensor.clone() for name, tensor in trainer_rank.iter_hf_tensors()},
     }
     trainer_rank.close()
@@ -108,6 +109,7 @@ def test_three_grpo_steps_equal_one_process(
     assert found[0]["steps"] == found[1]["steps"]
     for step, expected in zip(found[0]["steps"], single["steps"], strict=True):
         assert step == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert layout.pp == 1 or found[0]["weights"].keys().isdisjoint(found[1]["weights"])
     weights = found[0]["weights"] | found[1]["weights"]
     assert weights.keys() == single["weights"].keys()
     for name, tensor in single["weights"].items():
@@ -123,8 +125,10 @@ def test_logprobs_are_those_of_transformers_and_the_reference_stays(hf_model: An
             expected = compute_hf_logprobs(hf_model[2], sample)
             expected = torch.where(torch.tensor(sample.loss_mask[1:]), expected, 0)
             np.testing.assert_allclose(found[1:], expected.numpy(), atol=1e-5)
-    for before, reference, policy in zip(single["before"], single["reference"], single["policy"], strict=True):
+    names = ("before", "reference", "policy", "policy_again")
+    for before, reference, policy, again in zip(*(single[name] for name in names), strict=True):
         np.testing.assert_array_equal(reference, before)
+        np.testing.assert_array_equal(policy, again)
         assert np.abs(policy - before).max() > 1e-3
 
 
