@@ -124,7 +124,6 @@ class Batch:
             self._min_ps[rows],
             self._top_ks[rows],
             compute_uniforms(self._seeds[rows], self.lengths[rows]),
-            self.is_deterministic,
         )
 
     def _tokens_of(self, part: Extension) -> np.ndarray:

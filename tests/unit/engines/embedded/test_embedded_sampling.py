@@ -21,7 +21,7 @@ from rlrecipes.engines.embedded.sampling import (
 NUM_DRAWS = 20_000
 
 
-def draw_counts(logits: torch.Tensor, deterministic: bool = False, **settings: float) -> torch.Tensor:
+def draw_counts(logits: torch.Tensor, **settings: float) -> torch.Tensor:
     """Frequencies over evenly spaced uniforms: exact to one draw, so no statistical slack is needed."""
     draw = build_draw(
         np.full(NUM_DRAWS, settings.get("temperature", 1.0), dtype=np.float32),
@@ -29,7 +29,6 @@ def draw_counts(logits: torch.Tensor, deterministic: bool = False, **settings: f
         np.full(NUM_DRAWS, settings.get("min_p", 0.0), dtype=np.float32),
         np.full(NUM_DRAWS, int(settings.get("top_k", TOP_K_ALL))),
         (torch.arange(NUM_DRAWS, dtype=torch.float64) + 0.5) / NUM_DRAWS,
-        deterministic,
     )
     tokens, _ = sample(logits.expand(NUM_DRAWS, -1).clone(), draw)
     return torch.bincount(tokens, minlength=len(logits)) / NUM_DRAWS
@@ -52,7 +51,6 @@ def expected(logits: torch.Tensor, temperature: float = 1.0, top_k: float = TOP_
     return result
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -67,10 +65,21 @@ def expected(logits: torch.Tensor, temperature: float = 1.0, top_k: float = TOP_
         {"top_p": 0.01},
     ],
 )
-def test_frequencies_are_those_of_the_definition(settings: dict[str, float], deterministic: bool) -> None:
+def test_frequencies_are_those_of_the_definition(settings: dict[str, float]) -> None:
     logits = torch.randn(16, generator=torch.Generator().manual_seed(3)) * 1.5
-    counts = draw_counts(logits, deterministic, **settings)
+    counts = draw_counts(logits, **settings)
     torch.testing.assert_close(counts.double(), expected(logits, **settings), atol=2 / NUM_DRAWS, rtol=0)
+
+
+def test_equally_likely_tokens_count_by_id() -> None:
+    logits = torch.tensor([0.0, 3.0, 0.0, 3.0, 3.0, 0.0])
+    frequencies = draw_counts(logits, top_k=2)
+    assert frequencies.tolist() == pytest.approx([0, 0.5, 0, 0.5, 0, 0])
+
+
+def test_broken_logits_still_give_a_token() -> None:
+    tokens = draw_counts(torch.full((8,), float("nan")), top_p=0.9)
+    assert tokens.sum().item() == pytest.approx(1)
 
 
 def test_rows_with_different_settings_do_not_mix() -> None:
@@ -82,10 +91,10 @@ def test_rows_with_different_settings_do_not_mix() -> None:
         np.zeros(4, dtype=np.float32),
         np.array([1, TOP_K_ALL, 5, TOP_K_ALL]),
     )
-    together, _ = sample(logits, build_draw(*columns, uniforms, False))
+    together, _ = sample(logits, build_draw(*columns, uniforms))
     for row in range(4):
         one = slice(row, row + 1)
-        alone = build_draw(*(column[one] for column in columns), uniforms[one], False)
+        alone = build_draw(*(column[one] for column in columns), uniforms[one])
         assert sample(logits[one], alone)[0].item() == together[row].item()
 
 
