@@ -91,7 +91,8 @@ class TrainerRank:
             torch.cuda.set_device(0)  # whoever started this process shows it one GPU
         if self._trainer.is_deterministic:
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and nothing reads such memory
+            # Filling costs time, and nothing reads such memory.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def _init_process_group(self, rank: int, init_method: str) -> None:
         try:
