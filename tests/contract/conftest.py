@@ -66,7 +66,9 @@ def restored(server: Server, reference: Reference) -> Iterator[Server]:
     yield server
     server.ok("/continue_generation", {})
     server.ok("/abort_request", {"abort_all": True})
-    server.ok("/update_weights_from_disk", {"model_path": str(reference.path), "weight_version": "default"})
+    body = {"model_path": str(reference.path), "weight_version": "default", "flush_cache": False}
+    server.ok("/update_weights_from_disk", body)
+    server.ok("/flush_cache?timeout=10", {})
 
 
 @pytest.fixture

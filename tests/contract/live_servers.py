@@ -84,7 +84,7 @@ class Server:
         threading.Thread(target=run, daemon=True).start()
         return future
 
-    def start_long(self, prompt: list[int], request_id: str, num_tokens: int = 480) -> Future[Any]:
+    def start_long(self, prompt: list[int], request_id: str, num_tokens: int = 1900) -> Future[Any]:
         """A long greedy request, returned once the server runs it."""
         sampling = {"max_new_tokens": num_tokens, "ignore_eos": True}
         future = self.start(self.generate, prompt, body={"rid": request_id}, **sampling)

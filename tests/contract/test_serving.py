@@ -347,7 +347,9 @@ def test_a_streamed_batch_says_which_request_an_event_is_of(server: Server, refe
 
 
 def test_a_refused_stream_is_an_event(server: Server) -> None:
-    (event,) = server.stream("/generate", {"input_ids": [5] * 600, "sampling_params": {"max_new_tokens": 1}})
+    (event,) = server.stream(
+        "/generate", {"input_ids": [5] * (CONTEXT_LENGTH + 88), "sampling_params": {"max_new_tokens": 1}}
+    )
     assert set(event) == {"error"} and event["error"]["code"] == 400
     assert set(event["error"]) == {"message", "type", "code", "retryable"}
 
@@ -391,7 +393,10 @@ PARAMS = {"max_new_tokens": 4, "temperature": 0}
         ({"sampling_params": PARAMS}, "Either text, input_ids or input_embeds should be provided"),
         ({"input_ids": [], "sampling_params": PARAMS}, "empty"),
         ({"text": "", "sampling_params": PARAMS}, "empty"),
-        ({"input_ids": [5] * 600, "sampling_params": PARAMS}, "600 tokens) is longer than the model's context length"),
+        (
+            {"input_ids": [5] * (CONTEXT_LENGTH + 88), "sampling_params": PARAMS},
+            f"{CONTEXT_LENGTH + 88} tokens) is longer than the model's context length",
+        ),
         ({"input_ids": [5] * CONTEXT_LENGTH, "sampling_params": PARAMS}, "context length"),
         ({"input_ids": [5] * (CONTEXT_LENGTH - 3), "sampling_params": PARAMS}, "maximum context length"),
         *(
@@ -428,7 +433,7 @@ def test_put_is_post(server: Server, reference: Reference) -> None:
 
 
 def test_the_context_ends_two_tokens_early(server: Server, reference: Reference) -> None:
-    prompt = reference.prompt * 100
+    prompt = reference.prompt * 300
     for size, num_new in ((CONTEXT_LENGTH - 12, 10), (CONTEXT_LENGTH - 10, 8)):
         answer = server.generate(prompt[:size], max_new_tokens=10, ignore_eos=True)
         assert len(answer["output_ids"]) == num_new

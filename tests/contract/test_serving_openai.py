@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from live_servers import Server
-from tiny_model import Reference
+from tiny_model import CONTEXT_LENGTH, Reference
 
 pytestmark = pytest.mark.xdist_group("serving")
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -128,11 +128,14 @@ def test_refused_openai_requests(server: Server) -> None:
     refused: list[tuple[str, object]] = [
         ("/v1/completions", {"max_tokens": 4}),
         ("/v1/completions", b"{nope"),
-        ("/v1/completions", GREEDY | {"prompt": "a" * 600, "max_tokens": 2}),
+        ("/v1/completions", GREEDY | {"prompt": "a" * (CONTEXT_LENGTH + 1), "max_tokens": 2}),
         ("/v1/completions", {"prompt": "a", "temperature": -1}),
         ("/v1/chat/completions", {"messages": []}),
         ("/v1/chat/completions", {"max_tokens": 4}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 600}], "max_tokens": 2}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a" * (CONTEXT_LENGTH + 1)}], "max_tokens": 2},
+        ),
     ]
     for path, body in refused:
         status, answer = server.call(path, body)

@@ -338,12 +338,13 @@ class EngineClient:
         await self._update("/update_weights_from_tensor", body)
 
     async def update_weights_from_disk(self, path: str) -> None:
-        """Read an HF directory, which the engine must see under the same path; flushes the prefix cache.
+        """Read an HF directory, which the engine must see under the same path, without flushing the prefix cache.
 
         Args:
             path: of the directory.
         """
-        await self._update("/update_weights_from_disk", {"model_path": path})
+        # SGLang's scheduler dies when it is to flush in the same call and is not quite idle yet.
+        await self._update("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
 
     async def init_weights_update_group(
         self, *, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
@@ -402,11 +403,13 @@ class EngineClient:
         return checksums
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """Give GPU memory back; the engine must be idle, and unusable until ``resume_memory``.
+        """Give GPU memory back; the prefix cache is forgotten, and the engine unusable until ``resume_memory``.
 
         Args:
             tags: of ``weights``, ``kv_cache``, ``cuda_graph``.
         """
+        # SGLang's scheduler dies when it is not idle, which it is a moment after its last answer; a flush waits for it.
+        await self.flush_cache()
         await self._call("POST", "/release_memory_occupation", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
