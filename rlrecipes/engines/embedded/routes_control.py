@@ -66,6 +66,8 @@ async def flush_cache(request: web.Request) -> web.Response:
             message = "Timed out waiting for idle state." if timeout_s else "Flush cache failed.\n"
             return web.Response(text=message, status=400)
         await asyncio.sleep(ABORT_POLL_S)
+    if timeout_s:  # whom it waited for is answered first
+        await asyncio.sleep(ABORT_POLL_S)
     return web.Response(text=FLUSHED)
 
 
