@@ -5,10 +5,14 @@ PYTHON ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
 SGLANG := .venv-sglang
+TRL := .venv-trl
 UV = $(BIN)/uv
 STAMP := $(VENV)/.installed
 SGLANG_STAMP := $(SGLANG)/.installed
+TRL_STAMP := $(TRL)/.installed
 export OMP_NUM_THREADS ?= 1
+# Hosts that switch bytecode off would compile torch anew in every process.
+export PYTHONDONTWRITEBYTECODE =
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -30,7 +34,7 @@ check: $(STAMP) ## lint, types, import rules, spelling
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/codespell rlrecipes conf docs tests benchmarks README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/codespell rlrecipes conf docs benchmarks README.md CONTRIBUTING.md CHANGELOG.md
 
 fmt: $(STAMP) ## format the code
 	$(BIN)/ruff format .
@@ -39,6 +43,8 @@ fmt: $(STAMP) ## format the code
 setup: $(STAMP) ## make .venv from the lock
 
 sglang: $(SGLANG_STAMP) ## make .venv-sglang, the real SGLang for CPU
+
+trl: $(TRL_STAMP) ## make .venv-trl, which benchmarks/grpo_speed.py runs against
 
 docs: $(STAMP) ## write the generated pages of docs/
 	$(BIN)/python -m rlrecipes.tracking.metrics > docs/metrics.md
@@ -63,4 +69,9 @@ $(SGLANG_STAMP): requirements/sglang-cpu.txt requirements/sglang.txt $(STAMP)
 	$(UV) pip install -q --python $(SGLANG)/bin/python --no-deps --require-hashes -r requirements/sglang-cpu.txt -r requirements/sglang.txt
 	@touch $@
 
-.PHONY: help quickstart test test-full test-gpu check fmt setup sglang docs lock
+$(TRL_STAMP): requirements/trl.txt $(STAMP)
+	$(UV) venv -q --allow-existing --python $(BIN)/python $(TRL)
+	$(UV) pip install -q --python $(TRL)/bin/python --no-deps --require-hashes -r requirements/trl.txt
+	@touch $@
+
+.PHONY: help quickstart test test-full test-gpu check fmt setup sglang trl docs lock

@@ -37,7 +37,9 @@ def run(arguments: list[str]) -> int:
         The exit code.
     """
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except RecipeError as error:
         return _report(str(error), error.exit_code)
     except Interrupted as stop:
@@ -46,6 +48,7 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return _report("stopped before anything was started", 130)
     except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at exit
         return 1
     except Exception as error:
         return _report(f"internal error: {type(error).__name__}: {error}\n    fix: report it with {_TRACEBACK}=1", 1)

@@ -18,7 +18,7 @@ def run(arguments: list[str]) -> None:
         arguments: overrides, Hydra's flags, and our own: ``--yaml`` prints YAML, ``--save FILE`` writes it.
 
     Raises:
-        InputError: ``--save`` names no file, or it cannot be written.
+        InputError: ``--save`` names no file, or it cannot be written, or a sweep asks for it.
     """
     words = list(arguments)
     should_print_yaml = "--yaml" in words
@@ -30,12 +30,16 @@ def run(arguments: list[str]) -> None:
             raise InputError("--save", "names no file", "write --save plan.yaml")
         target = Path(words[position + 1])
         del words[position : position + 2]
+    is_sweep = "-m" in words or "--multirun" in words
+    if target is not None and is_sweep:
+        raise InputError("--save", "one file cannot hold the plans of a sweep", "leave out -m, or print with --yaml")
 
     def show(recipe: ComposedRecipe) -> None:
         plan = resolve(recipe.config, read_local_hosts(), recipe.origins)
         if target is not None:
             _save(plan, target)
         elif should_print_yaml:
+            print("---\n" if is_sweep else "", end="")
             print(plan.to_yaml(), end="")
         else:
             from rlrecipes.plan.rendering import print_plan

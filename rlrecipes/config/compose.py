@@ -37,6 +37,8 @@ from rlrecipes.errors import ConfigError, Problem
 
 CONFIG_MODULE = "rlrecipes.conf"
 _CONF_DIR = Path(__file__).parent.parent / "conf"
+_FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir",
+"-cd", "--experimental-rerun", "--info", "-i")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +93,38 @@ def run_hydra_app(task: Callable[[ComposedRecipe], None], arguments: Sequence[st
     """
 
     def run_one(composed: DictConfig) -> None:
-        _name_sweep_job(composed)
-        task(to_recipe(composed, list(HydraConfig.get().overrides.task)))
+        try:
+            _name_sweep_job(composed)
+            task(to_recipe(composed, list(HydraConfig.get().overrides.task)))
+        except Exception as error:
+            raise _Stopped(error) from error
 
     config_dirs = _config_dirs(arguments)
     words = _prepare_arguments(arguments, config_dirs)
     sys.argv = [sys.argv[0], *words]
     app = hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="config")(run_one)
     try:
-        app()
+        _call(app)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise _explain(error, [word for word in words if _is_override(word)], config_dirs) from error
+
+
+class _Stopped(BaseException):
+    """Carries an error past Hydra, which would print any Exception its own way and go on with the sweep."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def _call(app: Callable[[], object]) -> None:
+    error: Exception | None = None
+    try:
+        app()
+    except _Stopped as stopped:
+        error = stopped.error
+    if error is not None:
+        raise error
 
 
 def to_recipe(composed: DictConfig, overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> ComposedRecipe:
@@ -146,8 +169,26 @@ def _is_override(word: str) -> bool:
 def _prepare_arguments(arguments: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
     if any(word in ("-sc", "--shell-completion") for word in arguments):
         return list(arguments)
-    prepared = iter(prepare_overrides([word for word in arguments if _is_override(word)], config_dirs))
-    return [next(prepared) if _is_override(word) else word for word in arguments]
+    _check_no_stray_word(arguments)
+    # Overrides first: Hydra's parser refuses flags between them, and a bare --info would swallow one.
+    overrides = prepare_overrides([word for word in arguments if _is_override(word)], config_dirs)
+    return [*overrides, *(word for word in arguments if not _is_override(word))]
+
+
+def _check_no_stray_word(arguments: Sequence[str]) -> None:
+    problems = [
+        Problem(word, "is neither key=value nor a flag", _explain_stray(word))
+        for before, word in zip(["", *arguments], arguments, strict=False)
+        if not word.startswith("-") and not _is_override(word) and before not in _FLAGS_WITH_VALUE
+    ]
+    if problems:
+        raise ConfigError.from_problems(problems)
+
+
+def _explain_stray(word: str) -> str:
+    groups = [group.name for group in _CONF_DIR.iterdir() if group.is_dir()]
+    choices = [f"{group}={option}" for group in groups for option in sorted(_options(group, [])) if option == word]
+    return f"did you mean {choices[0]!r}?" if choices else f"write group=option or key=value, as in {word}=..."
 
 
 def prepare_overrides(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> list[str]:

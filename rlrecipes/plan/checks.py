@@ -10,6 +10,9 @@ from rlrecipes.config.schema import GrpoConfig, ModelShapes, RunConfig
 from rlrecipes.errors import Problem
 from rlrecipes.plan.commands import check_native
 
+_SGLANG_MARGIN_TOKENS = 2
+"""SGLang ends an answer so many tokens before the context is full."""
+
 
 def check_recipe(config: RunConfig, shapes: ModelShapes | None) -> list[Problem]:
     """Every cross-field problem of a recipe.
@@ -171,6 +174,11 @@ def _lengths(config: RunConfig, shapes: ModelShapes) -> Iterator[Problem]:
         yield Problem("parallel.max_tokens_per_micro_batch", problem, f"use at least {longest}")
     for name, model in config.topology.served_models.items():
         for group_name, group in model.server_groups.items():
+            if group.engine == "sglang" and longest + _SGLANG_MARGIN_TOKENS > shapes.max_position_embeddings:
+                room = shapes.max_position_embeddings - _SGLANG_MARGIN_TOKENS
+                where = "rollout.sampling.max_new_tokens"
+                problem = f"makes samples of {longest} tokens; SGLang cuts them at {room}, silently"
+                yield Problem(where, problem, "lower it, or data.max_prompt_tokens")
             held = group.sglang.get("max_total_tokens")
             if isinstance(held, int) and held < longest:
                 where = f"topology.served_models.{name}.server_groups.{group_name}.sglang.max_total_tokens"

@@ -113,6 +113,9 @@ def to_router_command(native: NativeOptions, request_timeout_s: float) -> tuple[
         "request_timeout_secs": int(request_timeout_s),
         "disable_retries": True,
         "disable_circuit_breaker": True,
+        "worker_startup_check_interval": 1,
+        "prometheus_host": _HOST,
+        "prometheus_port": "{metrics_port}",  # its default is one port for all routers of a host
         "log_level": "warn",
     }
     port = str(native.get("port", "{port}"))

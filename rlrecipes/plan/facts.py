@@ -43,6 +43,12 @@ def read_shapes(model: ModelConfig, problems: list[Problem]) -> tuple[ModelShape
         fix = f"write model.family={family}" if family in ("qwen2", "qwen3", "llama") else "use a supported family"
         problems.append(Problem("model.family", f"is {model.family!r}; {model.path}/config.json says {family!r}", fix))
         return None, False
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default":
+        problem = f"{model.path}/config.json scales its rotary embedding ({rope_type}); the trainer does not yet"
+        problems.append(Problem("model.path", problem, "use a model without rope scaling"))
+        return None, False
     shapes = _from_hf(config, model.family)
     for name in ModelShapes.model_fields if model.shapes else ():
         ours, theirs = getattr(model.shapes, name), getattr(shapes, name)

@@ -101,7 +101,8 @@ class TrainerNode(Section):
 class ProcessNode(Section):
     """One process to start.
 
-    ``command`` may hold ``{python}``, ``{port}``, ``{model_path}`` and ``{worker_urls}``, filled in on its host.
+    ``command`` may hold ``{python}``, ``{port}``, ``{metrics_port}``, ``{model_path}`` and ``{worker_urls}``, filled
+    in on its host; ``env`` may hold ``{standins}``.
     """
 
     name: str

@@ -50,7 +50,7 @@ class SingleTurn:
         tokenizer: decodes the answer for verifiers; special tokens are left out.
         sampling: how to sample; the seed of each request is its rollout's own.
         seed: of the run.
-        run_id: first part of every request id, ``{run_id}-{prompt index}-{sibling}``.
+        run_id: first part of every request id, ``{run_id}-{prompt index}-{sibling}.``
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class SingleTurn:
             completion = await self._client.generate(
                 input_ids=prompt.token_ids,
                 sampling=replace(self._sampling, seed=compute_rollout_seed(self._seed, prompt.index, sibling)),
-                request_id=f"{self._run_id}-{prompt.index}-{sibling}",
+                # SGLang aborts every request whose id begins with the one it is given: the dot ends it.
+                request_id=f"{self._run_id}-{prompt.index}-{sibling}.",
                 # Siblings share their prompt: on one engine, all but the first find it in the prefix cache.
                 routing_key=f"{self._run_id}-{prompt.index}",
             )

@@ -9,6 +9,7 @@ A checkpoint is written under another name and renamed when complete, so one tha
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -145,7 +146,14 @@ class CheckpointStore:
         kept = f"the last good one is {latest}" if latest else "there is no earlier one"
         free = shutil.disk_usage(self._root.parent).free >> 20
         fix = f"free space ({free} MiB are left) and rerun the same command; {kept}"
-        return CheckpointError(str(path), f"could not be written: {error}", fix)
+        return CheckpointError(str(path), f"could not be written: {_find_cause(error)}", fix)
+
+
+def _find_cause(error: Exception) -> str:
+    """The last named error of a message that may hold tracebacks of other processes."""
+    text = error.problems[0].problem if isinstance(error, RecipeError) else str(error)
+    named = re.findall(r"^\s*(\w[\w.]*(?:Error|Exception): .+)$", text, re.MULTILINE)
+    return str(named[-1]) if named else text.splitlines()[0] if text else type(error).__name__
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -32,13 +36,20 @@ class TrainerGroup:
         self._log_paths = [log_dir / f"trainer-{rank}.log" for rank in range(plan.trainer.num_ranks)]
         self._actors: list[Any] = []
 
-    async def start(self) -> None:
-        """Start Ray on this host and every rank on it.
+    def launch(self) -> None:
+        """Start Ray on this host. It takes signals over: whoever handles them must ask for them again.
 
         Raises:
-            TrainerError: Ray or a rank did not start in time.
+            TrainerError: Ray did not start.
         """
         _init_ray(self._plan)
+
+    async def start(self) -> None:
+        """Start every rank.
+
+        Raises:
+            TrainerError: a rank did not start in time.
+        """
         port = find_free_port()
         worker = ray.remote(RankWorker)
         plan_json = self._plan.model_dump_json()
@@ -120,6 +131,8 @@ def _init_ray(plan: Plan) -> None:
     if plan.trainer.device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     os.environ.update(environment)  # worker processes inherit it, and read it before they import torch
+    # Processes inherit the mask: a SIGTERM or SIGINT sent to the whole group must leave Ray alive for the checkpoint.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         ray.init(
             address="local",
@@ -132,3 +145,15 @@ def _init_ray(plan: Plan) -> None:
     except Exception as error:
         fix = "free memory in /dev/shm and /tmp, then rerun"
         raise TrainerError("ray", f"did not start: {type(error).__name__}: {error}", fix) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _start_reaper()
+
+
+def _start_reaper() -> None:
+    own = psutil.Process()
+    root = str(Path(ray.__file__).parent)
+    commands = {child.pid: " ".join(child.cmdline()) for child in own.children(recursive=True)}
+    pids = [str(pid) for pid, command in commands.items() if root in command or command.startswith("ray::")]
+    reaper = [sys.executable, "-I", "-S", str(Path(__file__).parent / "reaper.py"), str(own.pid), *pids]
+    subprocess.Popen(reaper, stdin=subprocess.DEVNULL, start_new_session=True)

@@ -26,7 +26,7 @@ class StopRequest:
         self._task: asyncio.Task[Any] | None = None
 
     def install(self) -> None:
-        """Take over both signals; call inside the running event loop."""
+        """Take over both signals, once more when another library took them; call inside the running event loop."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._receive, number)
@@ -56,9 +56,10 @@ class StopRequest:
         if self._signal is not None:
             work.close()
             self.check()
-        task = self._task = asyncio.create_task(work)
+        self._task = task = asyncio.create_task(work)
         try:
-            return await task
+            result: T = await task
+            return result
         except asyncio.CancelledError:
             self.check()
             raise

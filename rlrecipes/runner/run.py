@@ -105,7 +105,6 @@ async def _run(
 ) -> RunResult:
     step = state.step if state else 0
     stop = StopRequest()
-    stop.install()
     async with AsyncExitStack() as stack:
         tracker = _start_tracker(plan, state, stack)
         progress = stack.enter_context(build_progress(plan.schedule.num_steps, plan.name, step))
@@ -171,6 +170,8 @@ async def _start_processes(
         policy.launch()  # engines come up while Ray and the trainers do
     trainers = TrainerGroup(plan, log_dir)
     stack.push_async_callback(trainers.close)
+    trainers.launch()
+    stop.install()
     await stop.run(_start_trainers(plan, trainers, checkpoint))
     if policy is not None:
         await stop.run(policy.wait_until_ready())

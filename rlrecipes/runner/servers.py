@@ -75,7 +75,13 @@ class ServedModel:
     def _launch(self, node: ProcessNode, values: Mapping[str, str]) -> tuple[str, ServerProcess]:
         python = str(Path(node.python).absolute()) if node.python else sys.executable
         port = _chosen_port(node.command) or find_free_port()
-        filled = {"python": python, "port": str(port), "standins": str(STANDINS), **values}
+        filled = {
+            "python": python,
+            "port": str(port),
+            "metrics_port": str(find_free_port()),
+            "standins": str(STANDINS),
+            **values,
+        }
         command = [part for word in node.command for part in _fill(word, filled)]
         env = os.environ | {name: value.format_map(filled) for name, value in node.env.items()}
         process = ServerProcess(node.name, command, env, self._log_dir / f"{node.name}.log")

@@ -197,9 +197,7 @@ class Learner:
             "train/mfu_fraction": used / (peak * self._plan.trainer.num_ranks),
         }
         for name in found[-1]:
-            values = [result[name] for result in found]
-            combined = max(values) if name.endswith("_max") else values[-1] if name == "lr" else fmean(values)
-            metrics.setdefault(f"train/{name}", combined)
+            metrics.setdefault(f"train/{name}", _combine(name, [result[name] for result in found]))
         return metrics
 
     async def _peak(self) -> float:
@@ -253,3 +251,12 @@ def _penalize(
         rollout_indices=indices,
         kl_coef=algo.kl.coef,
     )
+
+
+def _combine(name: str, values: Sequence[float]) -> float:
+    """One number for a step out of one per train step."""
+    if name.startswith("rollout_logprob_abs_diff"):
+        return values[0]  # later train steps have moved away from the weights that the engine had
+    if name == "lr":
+        return values[-1]
+    return max(values) if name.endswith("_max") else fmean(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -70,6 +72,9 @@ def run_save_checkpoint(
 
 
 def _run_write(state: dict[str, Any], directory: Path) -> None:
+    # Saving waits here, in this process. Megatron's own queue is a Manager's: a process more, which a rank that is
+    # killed would leave behind.
+    filesystem_async._results_queue = queue.Queue()
     try:
         dist_checkpointing.save(state, str(directory))
     except CheckpointException as error:  # no Exception, and its text names no cause

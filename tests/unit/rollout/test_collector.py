@@ -65,7 +65,7 @@ def test_dropped_groups_are_replaced_and_who_is_first_does_not_matter(solved, la
     assert [index for collection in collections for index in indices(collection.groups)] == kept
     # Not one prompt more was asked than needed: all up to the last one kept, each once.
     assert sorted(r["request_id"] for r in requests) == sorted(
-        f"run-{i}-{s}" for i in range(kept[-1] + 1) for s in (0, 1)
+        f"run-{i}-{s}." for i in range(kept[-1] + 1) for s in (0, 1)
     )
     num_dropped = sum(collection.num_filtered.get("zero_variance", 0) for collection in collections)
     assert num_dropped == kept[-1] + 1 - len(kept)

@@ -25,7 +25,7 @@ def test_accuracy_counts_full_rewards_only():
     reward = RuleReward(lambda index, sibling: rewards[index])
     client = ScriptedClient(
         answer=lambda completion, request_id: replace(
-            completion, finish_reason="length" if request_id == "run-2-0" else "stop"
+            completion, finish_reason="length" if request_id == "run-2-0." else "stop"
         )
     )
     seen = []
@@ -59,7 +59,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(n, c, k):
 
 
 def test_failures_are_wrong_and_too_many_stop():
-    client = ScriptedClient(answer=fail_when(lambda request_id: request_id in ("run-0-0", "run-1-0")))
+    client = ScriptedClient(answer=fail_when(lambda request_id: request_id in ("run-0-0.", "run-1-0.")))
     generator = make_generator(client, RuleReward(lambda index, sibling: float(index > 1)), group_size=1)
     assert evaluate(generator).accuracy == 0.5
     with pytest.raises(EngineError, match="2 of 4 rollouts failed"):
