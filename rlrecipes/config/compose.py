@@ -250,6 +250,9 @@ def _explain(error: Exception, overrides: Sequence[str], config_dirs: Sequence[P
     if isinstance(error, SearchPathException):
         return ConfigError("--config-dir", str(error), "name an existing directory of config groups")
     reason = str(error).splitlines()[0]
+    if reason.startswith("Ambiguous value"):
+        word = reason.partition("'")[2].rstrip("'").lstrip("+")
+        return ConfigError(word, "holds several values", "sweep over them with -m, or write key=[...] for a list")
     wrong = "is not a group override" if isinstance(error, ConfigCompositionException) else "cannot be composed"
     return ConfigError("overrides", f"{wrong}: {reason}", "see the groups under conf/, chosen as group=option")
 

@@ -36,9 +36,23 @@ def validate(data: Mapping[str, Any], origins: Origins) -> tuple[RunConfig | Non
         config = RunConfig.model_validate_json(json.dumps(data))
     except ValidationError as error:
         unset = {problem.where for problem in problems}
-        found = [_to_problem(details, data, origins) for details in error.errors()]
+        found = to_problems(error, data, origins)
         return None, problems + [problem for problem in found if problem.where not in unset]
     return (None, problems) if problems else (config, [])
+
+
+def to_problems(
+    error: ValidationError, data: Mapping[str, Any], origins: Origins, root: type[Section] = RunConfig
+) -> list[Problem]:
+    """Everything a schema found, in words for people.
+
+    Args:
+        error: of the schema.
+        data: what it judged.
+        origins: where each value was set.
+        root: the schema.
+    """
+    return [_to_problem(details, data, origins, root) for details in error.errors()]
 
 
 def _unset(value: Any, path: str) -> Iterator[str]:
@@ -49,17 +63,19 @@ def _unset(value: Any, path: str) -> Iterator[str]:
             yield from _unset(child, f"{path}.{key}" if path else str(key))
 
 
-def _to_problem(details: ErrorDetails, data: Mapping[str, Any], origins: Origins) -> Problem:
+def _to_problem(details: ErrorDetails, data: Mapping[str, Any], origins: Origins, root: type[Section]) -> Problem:
     path = _plain_path(details["loc"], data)
     where = ".".join(path)
     origin = origin_of(origins, where)
     value = details.get("input")
     if details["type"] == "extra_forbidden":
-        choices = fields_at(path[:-1], data)
+        choices = fields_at(path[:-1], data, root)
         near = nearest(path[-1], choices)
-        elsewhere = None if near else next((p for p in recipe_paths(data) if p.rpartition(".")[2] == path[-1]), None)
+        elsewhere = (
+            None if near else next((p for p in recipe_paths(data, root) if p.rpartition(".")[2] == path[-1]), None)
+        )
         fix = f"did you mean {elsewhere!r}?" if elsewhere else did_you_mean(path[-1], choices)
-        return Problem(where, "is not a key of a recipe", fix, origin)
+        return Problem(where, f"is not a key of a {'recipe' if root is RunConfig else root.__name__}", fix, origin)
     if details["type"] == "missing":
         return Problem(where, "has no value", f"give {where}=...", origin)
     if details["type"] in ("union_tag_invalid", "union_tag_not_found"):
@@ -101,19 +117,19 @@ def _plain_path(loc: tuple[int | str, ...], data: Mapping[str, Any]) -> list[str
     return path
 
 
-def fields_at(path: Sequence[str], data: Mapping[str, Any]) -> list[str]:
+def fields_at(path: Sequence[str], data: Mapping[str, Any], root: type[Section] = RunConfig) -> list[str]:
     """Names allowed directly under a path of the recipe."""
     found = set()
-    for candidate in recipe_paths(data):
+    for candidate in recipe_paths(data, root):
         steps = candidate.split(".")
         if len(steps) == len(path) + 1 and all(s in ("*", p) for s, p in zip(steps, path, strict=False)):
             found.add(steps[-1])
     return sorted(found - {"*"})
 
 
-def recipe_paths(data: Mapping[str, Any]) -> list[str]:
-    """Every dotted path a recipe like ``data`` may have, ``*`` standing for a name the user chooses."""
-    return list(_paths(RunConfig, "", data))
+def recipe_paths(data: Mapping[str, Any], root: type[Section] = RunConfig) -> list[str]:
+    """Every dotted path a recipe like ``data`` may have, ``*`` standing for a name the user chooses or a number."""
+    return list(_paths(root, "", data))
 
 
 def _paths(section: type[Section], prefix: str, data: Any) -> Iterator[str]:
@@ -132,12 +148,12 @@ def _kinds(section: type[Section]) -> tuple[Any, ...]:
 
 
 def _sections(annotation: Any) -> tuple[list[type[Section]], bool]:
-    """The sections inside an annotation, and whether a mapping holds them."""
+    """The sections inside an annotation, and whether a mapping or a sequence holds them."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation], False
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType, typing.Annotated):
         return [section for argument in arguments for section in _sections(argument)[0]], False
-    if origin is dict:
-        return _sections(arguments[1])[0], True
+    if origin in (dict, tuple):
+        return _sections(arguments[origin is dict])[0], True
     return [], False
