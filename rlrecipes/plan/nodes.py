@@ -27,6 +27,7 @@ from rlrecipes.config.schema import (
     TrackingConfig,
     WeightSyncConfig,
 )
+from rlrecipes.config.validation import to_problems
 from rlrecipes.errors import ConfigError
 
 PLAN_VERSION = 1
@@ -221,11 +222,18 @@ def load_plan(path: Path) -> Plan:
     fix = "save one with `rlrecipes plan recipe=... --save plan.yaml`"
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(str(path), f"cannot be read: {error}", fix) from error
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}", fix) from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(where, f"is not YAML: {getattr(error, 'problem', error)}", fix) from error
     if not isinstance(data, dict) or data.get("version") != PLAN_VERSION:
         raise ConfigError(str(path), f"is not a Plan of version {PLAN_VERSION}", fix)
     try:
         return Plan.model_validate_json(json.dumps(data))
-    except (ValidationError, TypeError) as error:
+    except ValidationError as error:
+        origins = {name: str(path) for name in Plan.model_fields | data}
+        raise ConfigError.from_problems(to_problems(error, data, origins, Plan)) from error
+    except TypeError as error:
         raise ConfigError(str(path), f"is not a valid Plan: {error}", fix) from error
