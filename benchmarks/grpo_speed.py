@@ -6,8 +6,8 @@ Both start from one HF directory (the quickstart's first stage; trained here fir
 on one prompt file in one order with the group size, prompts per step, sampling, learning rate and reward of the recipe
 quickstart_grpo, in fp32, with no evaluation, checkpoint or export among the steps that count. ``rlrecipes train`` runs
 as a user runs it: trainer, engine and router are processes beside each other. TRL generates with transformers' generate
-in its own process, the fastest of its paths on a CPU, once with one thread and once with two; the better counts. They
-take turns, a fresh process each. A step is timed from its end to the end of the next, so everything inside counts.
+in its own process, the fastest of its paths on a CPU, with one thread, with two, and as two processes; the best counts.
+They take turns, fresh processes each. A step is timed from the end of the one before, so everything counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from rich.table import Table
 BENCHMARKS = Path(__file__).resolve().parent
 RLRECIPES = Path(sys.executable).parent / "rlrecipes"
 OURS = "rlrecipes"
-TRL_THREADS = {"TRL, 1 thread": 1, "TRL, 2 threads": 2}
+TRL_LAYOUTS = {"TRL, 1 thread": (1, 1), "TRL, 2 threads": (1, 2), "TRL, 2 processes": (2, 1)}
+"""Name -> (processes, threads of each)."""
 TIMEOUT_S = 900.0
 PARTS = {
     "generate and score": "time/wait_s",
@@ -89,11 +90,16 @@ def run_ours(model: Path, run_dir: Path, num_steps: int, overrides: list[str]) -
     return [record for record in records if "time/step_s" in record]
 
 
-def run_trl(python: str, plan: dict[str, Any], num_steps: int, num_threads: int, output: Path) -> list[dict[str, Any]]:
+def run_trl(
+    python: str, plan: dict[str, Any], num_steps: int, layout: tuple[int, int], output: Path
+) -> list[dict[str, Any]]:
     """One run of TRL with the numbers of our Plan; gives its steps."""
+    num_processes, num_threads = layout
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
     run_process(
         [
             python,
+            *(torchrun if num_processes > 1 else []),
             str(BENCHMARKS / "trl_grpo.py"),
             f"--model={plan['model']['path']}",
             f"--prompts={plan['data']['train_path']}",
@@ -126,7 +132,7 @@ def prepare_model(asked: Path | None, directory: Path) -> Path:
 def run(arguments: argparse.Namespace, directory: Path) -> tuple[dict[str, Measured], dict[str, float]]:
     """All rounds; gives the contenders and the median seconds of the parts of our step."""
     model = prepare_model(arguments.model, directory)
-    measured = {name: Measured() for name in (OURS, *TRL_THREADS)}
+    measured = {name: Measured() for name in (OURS, *TRL_LAYOUTS)}
     parts: dict[str, list[float]] = {name: [] for name in PARTS}
     for number in range(arguments.rounds):
         run_dir = directory / f"ours{number}"
@@ -138,9 +144,9 @@ def run(arguments: argparse.Namespace, directory: Path) -> tuple[dict[str, Measu
             parts[name] += [step[key] for step in ours]
         lengths = [step["response/mean_tokens"] for step in ours]
         measured[OURS].add([s["time"] for s in ours], num_samples, lengths, [s["reward/mean"] for s in ours])
-        for name, num_threads in TRL_THREADS.items():
-            output = directory / f"trl{number}_{num_threads}.jsonl"
-            trl = run_trl(arguments.trl_python, plan, arguments.steps, num_threads, output)[arguments.warmup :]
+        for name, layout in TRL_LAYOUTS.items():
+            output = directory / f"{name.replace(', ', '_').replace(' ', '_')}_{number}.jsonl"
+            trl = run_trl(arguments.trl_python, plan, arguments.steps, layout, output)[arguments.warmup :]
             assert all(step["num_generated"] == step["num_trained"] == num_samples for step in trl)
             lengths = [step["response_tokens"] for step in trl]
             measured[name].add([s["time"] for s in trl], num_samples, lengths, [s["reward"] for s in trl])
@@ -158,7 +164,7 @@ def report(measured: dict[str, Measured], parts: dict[str, float], num_samples: 
             name, rate, step, f"{statistics.fmean(one.response_tokens):.2f}", f"{statistics.fmean(one.rewards):.3f}"
         )
     Console(width=120).print(table)
-    best = max(TRL_THREADS, key=lambda name: statistics.median(measured[name].rates))
+    best = max(TRL_LAYOUTS, key=lambda name: statistics.median(measured[name].rates))
     pairs = [
         statistics.median(ours) / statistics.median(trl)
         for ours, trl in zip(measured[OURS].rounds, measured[best].rounds, strict=True)
