@@ -1,7 +1,7 @@
 """GRPO by TRL's GRPOTrainer, as fast as it goes on a CPU; grpo_speed.py runs it with .venv-trl's python.
 
 Generation is transformers' generate, in the trainer's process: of TRL's other paths, vLLM needs a GPU, and continuous
-batching made a step three times as long on a CPU, with a cache of the right size. Everything that only costs time is off:
+batching made a step three times as long on a CPU (its cache set to fit). Everything that only costs time is off:
 gradient checkpointing, progress bar, logging, saving, evaluation. Each step appends one JSON line to --output. Under
 torchrun, the batch of a step is split over the processes.
 """
