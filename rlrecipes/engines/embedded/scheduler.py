@@ -97,6 +97,8 @@ class Scheduler:
         future: Future[T] = Future()
 
         def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked has gone; from here on a cancellation comes too late
             try:
                 future.set_result(function())
             except BaseException as error:  # the caller gets it

@@ -48,7 +48,8 @@ def build_inputs(micro_batch: MicroBatch, *, device: str, is_sequence_parallel: 
     """
     arrays = {field.name: getattr(micro_batch, field.name) for field in dataclasses.fields(micro_batch)}
     del arrays["sample_indices"]
-    batch = {name: torch.as_tensor(array, device=device) for name, array in arrays.items() if array is not None}
+    # Copied: arrays that came through Ray are read-only, which torch has no notion of.
+    batch = {name: torch.tensor(array, device=device) for name, array in arrays.items() if array is not None}
     starts, longest = batch["cu_seqlens"], int(np.diff(micro_batch.cu_seqlens).max())
     packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest)
     positions = batch["loss_mask"].nonzero().squeeze(1)

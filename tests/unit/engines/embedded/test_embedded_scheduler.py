@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_engines import play
+
+from rlrecipes.engines.embedded.application import build_state
+from rlrecipes.engines.embedded.arguments import parse_arguments
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -125,3 +129,18 @@ def test_the_longest_possible_request_runs(model_path: Path) -> None:
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
     (answer,) = play(model_path, [ask([5] * 50, 100)], "--max-total-tokens", "64")
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_a_caller_who_has_gone_harms_nobody(model_path: Path) -> None:
+    async def run() -> list[str]:
+        state = build_state(parse_arguments(["--model-path", str(model_path)]), asyncio.get_running_loop())
+        state.scheduler.start()
+        try:
+            gone = [state.scheduler.run(lambda: "late") for _ in range(50)]
+            for future in gone:
+                future.cancel()
+            return [state.scheduler.run(lambda: "served").result(timeout=10)]
+        finally:
+            state.scheduler.stop()
+
+    assert asyncio.run(run()) == ["served"]
