@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from rlrecipes.config.compose import ComposedRecipe, run_hydra_app
@@ -46,7 +47,8 @@ def run(arguments: list[str]) -> None:
 
             print_plan(plan)
 
-    run_hydra_app(show, words)
+    with tempfile.TemporaryDirectory() as scratch:  # Hydra writes a sweep's record; showing plans leaves nothing behind
+        run_hydra_app(show, [*words, f"hydra.sweep.dir={scratch}"] if is_sweep else words)
 
 
 def _save(plan: Plan, target: Path) -> None:

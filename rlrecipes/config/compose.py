@@ -269,7 +269,11 @@ def _wrong_groups(
         guilty = [word for word in left if word.lstrip("+").partition("=")[::2] == (group, option)]
         origin = guilty[0] if guilty else ""
         choices = list(current.options or [])
-        problems.append(Problem(group or "config", f"has no option {option!r}", did_you_mean(option, choices), origin))
+        if group:
+            problems.append(Problem(group, f"has no option {option!r}", did_you_mean(option, choices), origin))
+        else:
+            fix = "leave it out: every recipe starts from conf/config.yaml and is chosen with recipe=NAME"
+            problems.append(Problem("--config-name", f"there is no {option!r}", fix))
         if not guilty:
             return problems
         left.remove(guilty[0])

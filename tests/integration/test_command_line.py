@@ -128,6 +128,7 @@ class TestRefusedByTheRecipe:
             (["seed=1,2"], "sweep over them with -m"),
             (["algo.clip_low=[1"], "write key=value"),
             (["--config-dir", "nowhere"], "existing directory"),
+            (["--config-name", "mine"], "recipe=NAME"),
             (["--save"], "write --save plan.yaml"),
             (["--save", "no/such/place.yaml"], "name a writable file"),
             (["-m", "seed=1,2", "--save", "plan.yaml"], "leave out -m"),
@@ -230,10 +231,12 @@ class TestShown:
 
 class TestSweeps:
     def test_each_value_has_its_own_plan_and_directory(self, shell):
+        before = files_of(shell.cwd)
         output = shell.run("plan", "-m", SFT, "seed=1,2", "--yaml")
         plans = list(yaml.safe_load_all(output))
         assert [plan["seed"] for plan in plans] == [1, 2]
         assert [plan["run_dir"] for plan in plans] == ["runs/quickstart_sft-0", "runs/quickstart_sft-1"]
+        assert files_of(shell.cwd) == before
 
     def test_a_failing_job_stops_the_sweep_with_its_error(self, shell):
         output = shell.run("plan", SFT, "-m", "seed=1,-2,3", "--yaml", code=2)
