@@ -48,15 +48,27 @@ class Inputs:
     reward: Reward
 
 
-def build_inputs(plan: Plan) -> Inputs:
-    """Read tokenizer and data, and build the reward.
+def build_plan_reward(plan: Plan) -> Reward:
+    """What scores groups.
 
     Raises:
-        InputError: a file is missing or malformed, or the reward cannot be built.
+        ConfigError: its name, options or function do not fit.
+    """
+    return build_reward(plan.reward.name, timeout_s=plan.reward.timeout_s, options=plan.reward.options)
+
+
+def build_inputs(plan: Plan, reward: Reward) -> Inputs:
+    """Read tokenizer and data.
+
+    Args:
+        plan: the Plan.
+        reward: built before, since it needs no file.
+
+    Raises:
+        InputError: a file is missing or malformed.
     """
     tokenizer = load_tokenizer(plan.model.path)
     encoder = PromptEncoder(tokenizer, plan.data.apply_chat_template, plan.data.max_prompt_tokens)
-    reward = build_reward(plan.reward.name, timeout_s=plan.reward.timeout_s, options=plan.reward.options)
     keys, data = to_row_keys(plan), plan.data
     is_rl = isinstance(plan.algo, GrpoConfig)
     prompts = sft = None
@@ -81,7 +93,7 @@ def build_inputs(plan: Plan) -> Inputs:
     return Inputs(tokenizer, prompts, sft, _read_eval_prompts(plan, encoder), reward)
 
 
-def build_eval_inputs(plan: Plan) -> Inputs:
+def build_eval_inputs(plan: Plan, reward: Reward) -> Inputs:
     """As :func:`build_inputs`, for evaluation alone: the training file is not read.
 
     Raises:
@@ -89,7 +101,6 @@ def build_eval_inputs(plan: Plan) -> Inputs:
     """
     tokenizer = load_tokenizer(plan.model.path)
     encoder = PromptEncoder(tokenizer, plan.data.apply_chat_template, plan.data.max_prompt_tokens)
-    reward = build_reward(plan.reward.name, timeout_s=plan.reward.timeout_s, options=plan.reward.options)
     return Inputs(tokenizer, None, None, _read_eval_prompts(plan, encoder), reward)
 
 

@@ -20,6 +20,7 @@ from rlrecipes.runner.build import (
     build_eval_generator,
     build_eval_inputs,
     build_inputs,
+    build_plan_reward,
     build_run_tracker,
 )
 from rlrecipes.runner.checkpoint import CheckpointStore, RunState, check_same_recipe
@@ -66,8 +67,9 @@ def run_plan(plan: Plan) -> RunResult:
         store = CheckpointStore(run_dir, plan.schedule.num_kept_checkpoints)
         checkpoint, state = _find_resume_point(plan, store)
         if state is None or not _is_finished(plan, state):
+            reward = build_plan_reward(plan)
             run_preparation(plan)
-            inputs = build_inputs(plan)
+            inputs = build_inputs(plan, reward)
             _write_plan(plan, run_dir)
             return asyncio.run(_run(plan, inputs, store, checkpoint, state))
         hf_path = run_dir / "hf"
@@ -212,8 +214,9 @@ def run_held_out_evaluation(plan: Plan) -> EvaluationResult:
     """
     if plan.data.eval_path is None or plan.policy is None:
         raise ConfigError("data.eval_path", "is null: nothing is held out", "give data.eval_path=<JSONL file>")
+    reward = build_plan_reward(plan)
     write_tasks(plan)
-    inputs = build_eval_inputs(plan)
+    inputs = build_eval_inputs(plan, reward)
     return asyncio.run(_evaluate(plan, inputs))
 
 

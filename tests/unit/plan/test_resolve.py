@@ -38,10 +38,10 @@ def hf_dir(tmp_path):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "vocab_size": 32,
+        "vocab_size": 128,
         "rope_parameters": {"rope_theta": 10000.0},
         "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 128,
         "tie_word_embeddings": True,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -55,7 +55,7 @@ def test_shapes_come_from_config_json(hf_dir):
     assert (
         read.num_parameters
         == random.num_parameters
-        == 4 * (128 * (4 + 2 * 2) * 32 + 4 * 32 * 128 + 2 * 32 + 3 * 128 * 384 + 2 * 128) + 32 * 128 + 128
+        == 4 * (128 * (4 + 2 * 2) * 32 + 4 * 32 * 128 + 2 * 32 + 3 * 128 * 384 + 2 * 128) + 128 * 128 + 128
     )
 
 
@@ -79,7 +79,7 @@ def test_shapes_that_disagree_with_config_json_name_the_field(hf_dir):
         (["rollout.evaluation.sampling.top_k=0"], "rollout.evaluation.sampling.top_k"),
         (["rollout.sampling.min_new_tokens=17"], "rollout.sampling.min_new_tokens"),
         (["rollout.sampling.max_new_tokens=250"], "rollout.sampling.max_new_tokens"),
-        (["parallel.max_tokens_per_micro_batch=64"], "parallel.max_tokens_per_micro_batch"),
+        (["parallel.max_tokens_per_micro_batch=31"], "parallel.max_tokens_per_micro_batch"),
         (["data.tasks=null"], "data.train_path"),
         (["data.eval_path=null"], "schedule.eval_interval"),
         (["rollout.evaluation.num_prompts=999"], "rollout.evaluation.num_prompts"),
