@@ -18,7 +18,9 @@ help: ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
 
 quickstart: $(STAMP) ## train a small model on two cores: SFT, then GRPO; shows what it learned
-	@bash benchmarks/quickstart.sh $(BIN)/rlrecipes
+	$(BIN)/rlrecipes train recipe=quickstart_sft
+	$(BIN)/rlrecipes train recipe=quickstart_grpo
+	@$(BIN)/python -m rlrecipes.cli.quickstart
 
 test: check $(STAMP) $(SGLANG_STAMP) ## static checks and all CPU tests (under 15 minutes on two cores)
 	$(BIN)/pytest -m "not slow and not gpu"

@@ -40,8 +40,9 @@ def compute_policy_objective(  # noqa: PLR0913 (one keyword a config key)
         loss = policy_loss + kl_coef_in_loss * kl(logprobs, ref_logprobs) - entropy_coef * entropy
 
     Args:
-        batch: [T] each: ``loss_mask`` (bool), ``advantages``, ``old_logprobs`` (nats), and where there are any,
-            ``ref_logprobs`` and ``rollout_logprobs`` (nats).
+        batch: [T] each: ``loss_mask`` (bool), ``advantages``, and where there are any, ``old_logprobs``,
+            ``ref_logprobs`` and ``rollout_logprobs`` (nats). Without ``old_logprobs`` the policy before the update is
+            the current one: the ratio is 1, its gradient that of ``logprobs``.
         logprobs: [T] nats, of the current policy.
         entropy: [T] nats, of the current policy; None when nobody asks for it.
         clip_low: see ``compute_clipped_policy_loss``.
@@ -84,6 +85,7 @@ def compute_policy_objective(  # noqa: PLR0913 (one keyword a config key)
             "algos.compute_policy_objective.entropy_coef", "the entropy bonus has no entropy", "compute the entropy"
         )
     chosen = _select_trained(batch, logprobs=logprobs, entropy=entropy)
+    chosen.setdefault("old_logprobs", chosen["logprobs"].detach())
     loss, is_clipped, ratio = compute_clipped_policy_loss(
         logprobs=chosen["logprobs"],
         old_logprobs=chosen["old_logprobs"],

@@ -110,7 +110,10 @@ class Learner:
             samples = [
                 dataclasses.replace(s, old_logprobs=np.asarray(s.rollout_logprobs, dtype=np.float32)) for s in samples
             ]
-        names = ["policy"] if algo.old_logprobs == "recompute" else []
+        # The only train step of a step starts from the very weights a forward pass before it would use: its own
+        # logprobs are the old ones, and the objective takes them where none are given.
+        is_own = self._plan.batch.num_train_steps == 1 and algo.kl.placement != "reward"
+        names = ["policy"] if algo.old_logprobs == "recompute" and not is_own else []
         names += ["reference"] if self._plan.trainer.needs_reference else []
         if not names:
             return samples

@@ -124,3 +124,17 @@ def test_a_monitored_kl_cannot_spoil_the_loss():
     loss, gradient, _, metrics = run(far, **OPTIONS | {"kl_coef_in_loss": 0.0})
     assert metrics["ref_kl"].isinf().any()
     assert loss.isfinite().all() and gradient.isfinite().all()
+
+
+def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_the_same():
+    logprobs = torch.tensor([-0.5, -1.5, -2.0], requires_grad=True)
+    batch = {"loss_mask": torch.tensor([True, True, False]), "advantages": torch.tensor([1.0, -2.0, 3.0])}
+    given = batch | {"old_logprobs": logprobs.detach().clone()}
+    results = []
+    for each in (batch, given):
+        loss, metrics = compute_policy_objective(each, logprobs, None, **(OPTIONS | {"kl_coef_in_loss": 0.0, "entropy_coef": 0.0}))
+        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+        results.append((loss.tolist(), gradient.tolist(), metrics["ratio_max"].tolist()))
+    assert results[0] == results[1]
+    assert results[0][1] == [-1.0, 2.0, 0.0]
+    assert results[0][2] == [1.0, 1.0, 1.0]
