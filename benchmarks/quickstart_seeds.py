@@ -1,6 +1,6 @@
 """The quickstart on three seeds: held-out accuracy before SFT, between the stages and after GRPO, and its picture.
 
-    python benchmarks/quickstart_seeds.py [--runs-dir DIR] [--picture docs/quickstart.png] [override ...]
+python benchmarks/quickstart_seeds.py [--runs-dir DIR] [--picture docs/quickstart.png] [override ...]
 """
 
 from __future__ import annotations

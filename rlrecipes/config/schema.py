@@ -207,6 +207,8 @@ class DataConfig(Section):
     """Name in metrics."""
     train_path: str
     """JSONL of training prompts."""
+    max_train_rows: PositiveInt | None
+    """Only the first so many rows of train_path; null: all."""
     eval_path: str | None
     """JSONL of held-out prompts; null: no evaluation."""
     prompt_key: str

@@ -33,6 +33,7 @@ class JsonlPromptSource:
         keys: where the prompt, the label and the metadata stand in a row; metadata may be absent, labels not.
         seed: of the run; decides the order.
         should_shuffle: False keeps the file's order.
+        max_rows: only the first so many rows; None takes all.
         name: of the dataset, for metrics.
 
     Raises:
@@ -47,13 +48,14 @@ class JsonlPromptSource:
         keys: RowKeys,
         seed: int,
         should_shuffle: bool,
+        max_rows: int | None = None,
         name: str = "",
     ) -> None:
         self._seed = seed
         self._should_shuffle = should_shuffle
         self._name = name
         problems = ProblemList(Path(path))
-        rows = build_rows(problems.path, problems)
+        rows = build_rows(problems.path, problems)[:max_rows]
         texts = encoder.to_texts(rows, keys.prompt, problems)
         token_ids = encoder.to_token_ids(texts, problems)
 

@@ -23,6 +23,7 @@ class SftSource:
         keys: where the prompt and the response stand in a row.
         seed: of the run; decides the order.
         should_shuffle: False keeps the file's order.
+        max_rows: only the first so many rows; None takes all.
         max_sample_tokens: a longer prompt and response together are an error of the data.
 
     Raises:
@@ -38,6 +39,7 @@ class SftSource:
         keys: RowKeys,
         seed: int,
         should_shuffle: bool,
+        max_rows: int | None = None,
         max_sample_tokens: int,
     ) -> None:
         self._seed = seed
@@ -47,7 +49,7 @@ class SftSource:
         if encoder.tokenizer.eos_token_id is None:
             raise DataError("tokenizer", "has no end-of-sequence token, so no response can end", "give it an eos_token")
         problems = ProblemList(Path(path))
-        rows = build_rows(problems.path, problems)
+        rows = build_rows(problems.path, problems)[:max_rows]
         prompt_ids = encoder.to_token_ids(encoder.to_texts(rows, keys.prompt, problems), problems)
 
         def convert(row: Row, problems: ProblemList) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -98,6 +98,13 @@ class TrainerNode(Section):
         """Trainer processes."""
         return len(self.devices)
 
+    @property
+    def weight_sources(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that gather and send weights, stage by stage: the first data-parallel replica of each."""
+        tp = self.tensor_model_parallel_size
+        starts = range(0, self.num_ranks, tp * self.data_parallel_size)
+        return tuple(tuple(range(start, start + tp)) for start in starts)
+
 
 class ProcessNode(Section):
     """One process to start.

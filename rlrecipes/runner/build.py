@@ -79,6 +79,7 @@ def build_inputs(plan: Plan, reward: Reward) -> Inputs:
             keys=keys,
             seed=plan.seed,
             should_shuffle=data.should_shuffle,
+            max_rows=data.max_train_rows,
             name=data.name,
         )
     else:
@@ -88,6 +89,7 @@ def build_inputs(plan: Plan, reward: Reward) -> Inputs:
             keys=keys,
             seed=plan.seed,
             should_shuffle=data.should_shuffle,
+            max_rows=data.max_train_rows,
             max_sample_tokens=plan.batch.max_sample_tokens,
         )
     return Inputs(tokenizer, prompts, sft, _read_eval_prompts(plan, encoder), reward)

@@ -64,32 +64,40 @@ class TrainerGroup:
             problem = f"trainer ranks did not start in {_START_TIMEOUT_S:g} s"
             raise TrainerError("trainer", problem, f"see {self._log_paths[0]}") from error
 
-    async def run(self, method: str, *shared: Any, per_rank: Sequence[Sequence[Any]] | None = None) -> list[Any]:
-        """Call a method of RankWorker on every rank and wait for all.
+    async def run(
+        self,
+        method: str,
+        *shared: Any,
+        per_rank: Sequence[Sequence[Any]] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Call a method of RankWorker on every rank, or on some, and wait for all.
 
         The first failure ends the wait: other ranks may hang in a collective that will never complete.
 
         Args:
             method: its name.
             shared: arguments for every rank.
-            per_rank: each rank's own arguments, which come first.
+            per_rank: each called rank's own arguments, which come first.
+            ranks: which are called; all by default.
 
         Returns:
-            One result a rank.
+            One result a called rank.
 
         Raises:
             RecipeError: what a rank raised; TrainerError when one died.
         """
-        own = per_rank if per_rank is not None else [()] * len(self._actors)
+        called = range(len(self._actors)) if ranks is None else ranks
+        own = per_rank if per_rank is not None else [()] * len(called)
         references = [
-            getattr(actor, method).remote(*arguments, *shared)
-            for actor, arguments in zip(self._actors, own, strict=True)
+            getattr(self._actors[rank], method).remote(*arguments, *shared)
+            for rank, arguments in zip(called, own, strict=True)
         ]
         waits = [asyncio.wrap_future(reference.future()) for reference in references]
         done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
         for wait in pending:
             wait.cancel()
-        for rank, wait in enumerate(waits):
+        for rank, wait in zip(called, waits, strict=True):
             if wait in done and wait.exception() is not None:
                 raise self._to_error(rank, method, wait.exception())
         return [wait.result() for wait in waits]

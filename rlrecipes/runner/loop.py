@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -191,11 +192,8 @@ class Loop:
             nonlocal num_bytes
             if config.transport == "disk":
                 num_bytes = await self._send_by_disk(policy, version)
-                return await self._hash_weights() if should_verify else {}
-            checksums: dict[str, str] = {}
-            for part, sent in await self._parts.trainers.run("send_weights", should_verify, True):
-                checksums |= part
-                num_bytes += sent
+                return (await self._send_by_ranks(True, should_send=False))[0] if should_verify else {}
+            checksums, num_bytes = await self._send_by_ranks(should_verify, should_send=True)
             return checksums
 
         await run_sync(
@@ -215,16 +213,23 @@ class Loop:
             "weight_sync/is_verified": float(should_verify),
         }
 
-    async def _hash_weights(self) -> dict[str, str]:
+    async def _send_by_ranks(self, should_hash: bool, *, should_send: bool) -> tuple[dict[str, str], int]:
+        """Stages take turns: two groups that wait in two engines for each other would wait for ever."""
         checksums: dict[str, str] = {}
-        for part, _ in await self._parts.trainers.run("send_weights", True, False):
-            checksums |= part
-        return checksums
+        num_bytes = 0
+        for ranks in self._plan.trainer.weight_sources:
+            for part, sent in await self._parts.trainers.run("send_weights", should_hash, should_send, ranks=ranks):
+                checksums |= part
+                num_bytes += sent
+        return checksums, num_bytes
 
     async def _send_by_disk(self, policy: ServedModel, version: int) -> int:
         path = (Path(self._plan.run_dir) / "weights" / f"v{version:06d}").absolute()
         await self._parts.trainers.run("export_hf", str(path), self._plan.model.path)
         await asyncio.gather(*(engine.client.update_weights_from_disk(str(path)) for engine in policy.engines))
+        for old in path.parent.iterdir():
+            if old != path:
+                shutil.rmtree(old)
         return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
     async def _evaluate(self) -> Mapping[str, float]:

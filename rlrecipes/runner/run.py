@@ -190,8 +190,9 @@ async def _start_trainers(plan: Plan, trainers: TrainerGroup, checkpoint: Path |
 
 
 async def _connect(trainers: TrainerGroup, plan: Plan, engines: list[tuple[str, int]]) -> None:
-    ports = [(engines, find_free_port()) for _ in range(plan.trainer.num_ranks)]
-    await trainers.run("connect", per_rank=ports)
+    for ranks in plan.trainer.weight_sources:  # in turn, as they send
+        ports = [(engines, find_free_port()) for _ in ranks]
+        await trainers.run("connect", per_rank=ports, ranks=ranks)
 
 
 async def _export(plan: Plan, trainers: TrainerGroup) -> Path | None:

@@ -83,11 +83,18 @@ def test_a_saved_plan_killed_and_rerun_equals_the_undisturbed_run_bit_for_bit(tr
     assert shell.metrics("run") == expected
 
 
-@pytest.mark.parametrize(("layout", "sync"), [("tp2", "distributed"), ("pp2", "disk"), ("dp2", "tensor")])
+@pytest.mark.parametrize(("layout", "sync"), [("tp2", "disk"), ("pp2", "distributed"), ("dp2", "tensor")])
 def test_a_run_goes_on_at_another_layout_by_another_transport(trained, continued, layout, sync):
     shutil.rmtree(continued.cwd / "runs" / "run" / "checkpoints" / f"step_{NUM_STEPS:08d}")
+    engines = "topology.served_models.policy.server_groups.main.num_engines=2"
     output = continued.run(
-        "train", "name=run", f"parallel={layout}", f"weight_sync={sync}", f"schedule.num_steps={NUM_STEPS - 1}", *SMALL
+        "train",
+        "name=run",
+        engines,
+        f"parallel={layout}",
+        f"weight_sync={sync}",
+        f"schedule.num_steps={NUM_STEPS - 1}",
+        *SMALL,
     )
     assert "resuming runs/run after step 4" in output
     found, expected = continued.metrics("run")[NUM_STEPS - 1], trained.metrics("run")[NUM_STEPS - 1]

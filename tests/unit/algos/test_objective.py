@@ -132,7 +132,9 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_the_same():
     given = batch | {"old_logprobs": logprobs.detach().clone()}
     results = []
     for each in (batch, given):
-        loss, metrics = compute_policy_objective(each, logprobs, None, **(OPTIONS | {"kl_coef_in_loss": 0.0, "entropy_coef": 0.0}))
+        loss, metrics = compute_policy_objective(
+            each, logprobs, None, **(OPTIONS | {"kl_coef_in_loss": 0.0, "entropy_coef": 0.0})
+        )
         (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
         results.append((loss.tolist(), gradient.tolist(), metrics["ratio_max"].tolist()))
     assert results[0] == results[1]

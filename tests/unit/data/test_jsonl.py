@@ -122,3 +122,10 @@ def test_a_missing_or_empty_file_is_an_error(tmp_path, write_rows, encoder):
     ):
         with pytest.raises(DataError, match=problem):
             build(path, encoder)
+
+
+def test_only_the_first_rows_are_taken_when_asked(write_rows, encoder):
+    path = write_rows(*({"prompt": letter, "label": letter} for letter in "abcd"))
+    source = build(path, encoder, should_shuffle=False, max_rows=3)
+    assert source.num_rows == 3
+    assert [source.prompt(index).text for index in range(4)] == ["a", "b", "c", "a"]

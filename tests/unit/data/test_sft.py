@@ -44,3 +44,12 @@ def test_text_outside_the_alphabet_is_named(write_rows):
         build(path, encoder)
     assert [problem.where for problem in caught.value.problems] == [f"{path}:1", f"{path}:2"]
     assert all("does not know" in problem.problem for problem in caught.value.problems)
+
+
+def test_only_the_first_rows_are_taken_when_asked(write_rows, encoder):
+    path = write_rows(*({"prompt": letter, "response": letter} for letter in "abcd"))
+    source = build(path, encoder, max_rows=2)
+    assert source.num_rows == 2
+    assert [source.sample(index).token_ids[0] for index in range(4)] == [
+        source.sample(i % 2).token_ids[0] for i in range(4)
+    ]
