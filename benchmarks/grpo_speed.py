@@ -177,8 +177,8 @@ def report(measured: dict[str, Measured], parts: dict[str, float], num_samples: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--warmup", type=int, default=10, help="first steps of each process that do not count")
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--warmup", type=int, default=5, help="first steps of each process that do not count")
     parser.add_argument("--model", type=Path, default=None, help="an HF directory instead of the quickstart's own")
     parser.add_argument("--trl-python", default=".venv-trl/bin/python")
     parser.add_argument("overrides", nargs="*", help="further overrides of our recipe, to try what helps")

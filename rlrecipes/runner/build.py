@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlrecipes.config.schema import GrpoConfig, SamplingConfig
 from rlrecipes.data.buffer import SampleBuffer
@@ -57,53 +57,32 @@ def build_plan_reward(plan: Plan) -> Reward:
     return build_reward(plan.reward.name, timeout_s=plan.reward.timeout_s, options=plan.reward.options)
 
 
-def build_inputs(plan: Plan, reward: Reward) -> Inputs:
+def build_inputs(plan: Plan, reward: Reward, *, should_train: bool = True) -> Inputs:
     """Read tokenizer and data.
 
     Args:
         plan: the Plan.
         reward: built before, since it needs no file.
+        should_train: whether the training file is read.
 
     Raises:
         InputError: a file is missing or malformed.
     """
     tokenizer = load_tokenizer(plan.model.path)
     encoder = PromptEncoder(tokenizer, plan.data.apply_chat_template, plan.data.max_prompt_tokens)
-    keys, data = to_row_keys(plan), plan.data
-    is_rl = isinstance(plan.algo, GrpoConfig)
-    prompts = sft = None
-    if is_rl:
-        prompts = JsonlPromptSource(
-            data.train_path,
-            encoder=encoder,
-            keys=keys,
-            seed=plan.seed,
-            should_shuffle=data.should_shuffle,
-            max_rows=data.max_train_rows,
-            name=data.name,
-        )
-    else:
-        sft = SftSource(
-            data.train_path,
-            encoder=encoder,
-            keys=keys,
-            seed=plan.seed,
-            should_shuffle=data.should_shuffle,
-            max_rows=data.max_train_rows,
-            max_sample_tokens=plan.batch.max_sample_tokens,
-        )
+    common: dict[str, Any] = {
+        "encoder": encoder,
+        "keys": to_row_keys(plan),
+        "seed": plan.seed,
+        "should_shuffle": plan.data.should_shuffle,
+        "max_rows": plan.data.max_train_rows,
+    }
+    path, prompts, sft = plan.data.train_path, None, None
+    if should_train and isinstance(plan.algo, GrpoConfig):
+        prompts = JsonlPromptSource(path, name=plan.data.name, **common)
+    elif should_train:
+        sft = SftSource(path, max_sample_tokens=plan.batch.max_sample_tokens, **common)
     return Inputs(tokenizer, prompts, sft, _read_eval_prompts(plan, encoder), reward)
-
-
-def build_eval_inputs(plan: Plan, reward: Reward) -> Inputs:
-    """As :func:`build_inputs`, for evaluation alone: the training file is not read.
-
-    Raises:
-        InputError: as there.
-    """
-    tokenizer = load_tokenizer(plan.model.path)
-    encoder = PromptEncoder(tokenizer, plan.data.apply_chat_template, plan.data.max_prompt_tokens)
-    return Inputs(tokenizer, None, None, _read_eval_prompts(plan, encoder), reward)
 
 
 def _read_eval_prompts(plan: Plan, encoder: PromptEncoder) -> tuple[Prompt, ...]:

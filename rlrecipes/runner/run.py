@@ -18,7 +18,6 @@ from rlrecipes.runner.build import (
     build_client,
     build_collector,
     build_eval_generator,
-    build_eval_inputs,
     build_inputs,
     build_plan_reward,
     build_run_tracker,
@@ -217,7 +216,7 @@ def run_held_out_evaluation(plan: Plan) -> EvaluationResult:
         raise ConfigError("data.eval_path", "is null: nothing is held out", "give data.eval_path=<JSONL file>")
     reward = build_plan_reward(plan)
     write_tasks(plan)
-    inputs = build_eval_inputs(plan, reward)
+    inputs = build_inputs(plan, reward, should_train=False)
     return asyncio.run(_evaluate(plan, inputs))
 
 

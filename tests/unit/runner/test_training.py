@@ -1,0 +1,156 @@
+"""The learning half of a step: what ranks receive does not depend on the layout, and every number is the definition's."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rlrecipes.config.compose import compose
+from rlrecipes.errors import TrainerError
+from rlrecipes.plan.nodes import HostNode
+from rlrecipes.plan.resolve import resolve
+from rlrecipes.runner.training import Learner
+from rlrecipes.types import Completion, Group, Prompt, Rollout, RolloutStatus, Turn
+
+HOSTS = (HostNode(name="here", num_cpus=2, num_gpus=0, memory_bytes=1 << 34),)
+LAYOUT = [
+    f"parallel.{name}=2"
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+]
+
+
+def plan_of(*overrides):
+    recipe = compose(["schedule.prompts_per_step=4", "algo.group_size=2", *overrides])
+    return resolve(recipe.config, HOSTS, recipe.origins)
+
+
+class ScriptedTrainers:
+    """Answers as ranks would: the logprob of a token is -token/100, of the reference twice that."""
+
+    def __init__(self, plan):
+        self.plan = plan
+        self.train_steps = []
+        self.asked = []
+
+    async def run(self, method, *shared, per_rank=None, ranks=None):
+        trainer = self.plan.trainer
+        if method == "measure_peak_flops":
+            return [1e9] * trainer.num_ranks
+        tp, dp = trainer.tensor_model_parallel_size, trainer.data_parallel_size
+        rows = [arguments[0] for arguments in per_rank]
+        assert len(rows) == trainer.num_ranks
+        for rank, row in enumerate(rows):  # TP is fastest, then DP, then PP
+            assert row is rows[rank // tp % dp * tp]
+        if method == "compute_logprobs":
+            (which,) = shared
+            self.asked.append(which)
+            scale = 2.0 if which == "reference" else 1.0
+            is_output = [rank % tp == 0 and rank >= trainer.num_ranks - tp * dp for rank in range(len(rows))]
+            return [
+                [np.where(mb.loss_mask, -scale * mb.target_ids / 100, 0).astype(np.float32) for mb in row]
+                if is_output[rank]
+                else []
+                for rank, row in enumerate(rows)
+            ]
+        self.train_steps.append([mb for replica in range(dp) for mb in rows[replica * tp]])
+        return [
+            {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "num_tokens": 3.0, "ratio_max": float(len(self.train_steps))}
+            for _ in rows
+        ]
+
+
+def group_of(index, rewards, statuses=None):
+    prompt = Prompt(index, (1, 2), "p")
+    rollouts = []
+    for sibling, reward in enumerate(rewards):
+        ids = tuple(10 + index + sibling + t for t in range(1 + sibling))
+        completion = Completion(ids, tuple(-0.5 for _ in ids), "stop", 0)
+        status = (statuses or {}).get(sibling, RolloutStatus.COMPLETED)
+        rollouts.append(Rollout(prompt, sibling, (Turn((1, 2), completion),), "r", status, reward))
+    return Group(prompt, tuple(rollouts))
+
+
+def train(plan, groups):
+    trainers = ScriptedTrainers(plan)
+    return trainers, asyncio.run(Learner(plan, trainers).train_groups(groups))
+
+
+GROUPS = [group_of(0, [1.0, 0.0]), group_of(1, [0.0, 0.0]), group_of(2, [0.0, 1.0]), group_of(3, [1.0, 1.0])]
+
+
+def per_token(trainers, field):
+    """{(prompt's first generated id, position): value} over all trained tokens of all train steps."""
+    found = {}
+    for micro_batches in trainers.train_steps:
+        for mb in micro_batches:
+            for start, end in zip(mb.cu_seqlens, mb.cu_seqlens[1:], strict=False):
+                for t in range(start, end):
+                    if mb.loss_mask[t]:
+                        found[int(mb.target_ids[t]), int(end - start)] = float(getattr(mb, field)[t])
+    return found
+
+
+@pytest.mark.parametrize("field", ["advantages", "old_logprobs", "rollout_logprobs", "loss_weights"])
+def test_what_ranks_receive_does_not_depend_on_the_layout(field):
+    two_steps = "schedule.num_train_steps=2"
+    alone, _ = train(plan_of(two_steps), GROUPS)
+    split, _ = train(plan_of(two_steps, *LAYOUT), GROUPS)
+    assert per_token(alone, field) == per_token(split, field) != {}
+
+
+def test_advantages_weights_and_old_logprobs_are_the_definitions():
+    trainers, metrics = train(plan_of("schedule.num_train_steps=2"), GROUPS)
+    assert len(trainers.train_steps) == 2
+    assert trainers.asked == ["policy"]
+    advantages = per_token(trainers, "advantages")
+    assert advantages[10, 3] == pytest.approx(2**-0.5, rel=1e-5)  # (1 - 1/2) / std of (1, 0)
+    assert advantages[11, 4] == pytest.approx(-(2**-0.5), rel=1e-5)
+    assert advantages[11, 3] == advantages[13, 3] == 0.0
+    for micro_batches in trainers.train_steps:
+        assert sum(mb.loss_weights.sum() for mb in micro_batches) == pytest.approx(1.0)
+    assert all(
+        value == pytest.approx(-token / 100) for (token, _), value in per_token(trainers, "old_logprobs").items()
+    )
+    assert metrics["train/num_train_steps"] == 2
+    assert metrics["train/ratio_max"] == 2.0
+    assert metrics["train/num_tokens"] == sum(3 + s for _ in GROUPS for s in (0, 1))
+
+
+def test_the_kl_in_the_reward_is_taken_before_the_baseline():
+    plan = plan_of("algo.kl.placement=reward", "algo.kl.coef=0.5", "algo.kl.estimator=k1", "algo.normalize_std=false")
+    trainers, _ = train(plan, GROUPS)
+    assert trainers.asked == ["policy", "reference"]
+    # k1 = logprob - ref_logprob = token/100; sibling 0 generated (10,), sibling 1 (11, 12)
+    first, second = 1.0 - 0.5 * 0.10, 0.0 - 0.5 * 0.23
+    assert per_token(trainers, "advantages")[10, 3] == pytest.approx(first - (first + second) / 2, rel=1e-5)
+
+
+def test_the_kl_in_the_loss_gives_ranks_the_reference():
+    trainers, _ = train(plan_of("algo.kl.placement=loss", "algo.kl.coef=0.1"), GROUPS)
+    assert trainers.asked == ["reference"]
+    values = per_token(trainers, "ref_logprobs")
+    assert values
+    assert all(value == pytest.approx(-token / 50) for (token, _), value in values.items())
+
+
+def test_the_only_train_step_needs_no_old_logprobs():
+    trainers, _ = train(plan_of(), GROUPS)
+    assert trainers.asked == []
+    assert all(mb.old_logprobs is None for mb in trainers.train_steps[0])
+
+
+def test_the_engines_logprobs_serve_as_old_ones_when_asked():
+    trainers, _ = train(plan_of("algo.old_logprobs=rollout"), GROUPS)
+    assert set(per_token(trainers, "old_logprobs").values()) == {-0.5}
+
+
+def test_failed_rollouts_are_not_trained_and_all_failed_is_an_error():
+    failed = {0: RolloutStatus.FAILED}
+    groups = [group_of(0, [0.0, 1.0], failed), *GROUPS[1:]]
+    trainers, _ = train(plan_of(), groups)
+    assert (10, 3) not in per_token(trainers, "advantages")
+    everything = {0: RolloutStatus.FAILED, 1: RolloutStatus.FAILED}
+    with pytest.raises(TrainerError, match="no sample"):
+        train(plan_of(), [group_of(index, [0.0, 0.0], everything) for index in range(4)])
