@@ -1,7 +1,7 @@
 # Every target works on a bare checkout: Python 3.12, git and make are enough.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-PYTHON ?= python3.12
+PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 SGLANG := .venv-sglang
@@ -54,7 +54,7 @@ docs: $(STAMP) ## write the generated pages of docs/
 
 lock: $(STAMP) ## resolve requirements/*.in anew
 	cd requirements && for pair in dev.in:lock.txt sglang-cpu.in:sglang-cpu.txt trl.in:trl.txt; do \
-	  ../$(UV) pip compile -q --universal --python-version 3.12 --generate-hashes --no-emit-index-url --no-header $${pair%:*} -o $${pair#*:}; done
+	  ../$(UV) pip compile -q --python-version 3.12 --generate-hashes --no-emit-index-url --no-header $${pair%:*} -o $${pair#*:}; done
 	cd requirements && ../$(UV) pip compile -q --no-deps --python-version 3.12 --generate-hashes --no-emit-index-url --no-header sglang.in -o sglang.txt
 
 $(VENV)/bin/uv: requirements/uv.txt

@@ -34,10 +34,16 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    """The router first tries HTTP/2, which is refused; aiohttp tells that with a traceback each time."""
+    return record.exc_info is None or getattr(record.exc_info[0], "__name__", "") != "BadHttpMessage"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; gives the exit code."""
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("aiohttp.server").addFilter(_is_worth_telling)
     try:
         with bind(arguments.host, arguments.port) as listener:
             read_architecture(arguments.model_path)

@@ -8,6 +8,7 @@ import torch
 # Megatron tells at import, one line a module, that its optional GPU packages are not there.
 warnings.filterwarnings("ignore", module="megatron")
 logging.getLogger("megatron").setLevel(logging.ERROR)
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a CUDA toolkit without a GPU is no news
 
 if not torch.cuda.is_available():
     # At import Megatron wraps small functions in torch.compile. Without CUDA that would need a C++ compiler, and the

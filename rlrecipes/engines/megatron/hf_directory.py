@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlrecipes.engines.megatron.weights import INDEX_FILE
 from rlrecipes.errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
 
 _SHARD_BYTES = 4 << 30
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".gguf")

@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlrecipes.config.schema import ModelShapes
+from rlrecipes.engines.megatron.hf_directory import INDEX_FILE
 from rlrecipes.errors import DataError
 
-INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 

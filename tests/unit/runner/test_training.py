@@ -1,4 +1,4 @@
-"""The learning half of a step: what ranks receive does not depend on the layout, and every number is the definition's."""
+"""The learning half of a step: what ranks receive depends on no layout, and every number is the definition's."""
 
 from __future__ import annotations
 
