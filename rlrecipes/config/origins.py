@@ -58,6 +58,15 @@ def origin_of(origins: Origins, path: str) -> str:
     return ""
 
 
+def read_default_files() -> frozenset[str]:
+    """Files that set a value when a recipe chooses nothing: conf/config.yaml and the options it names."""
+    root = Path(__file__).parent.parent / "conf"
+    primary = yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8"))
+    chosen = [entry for entry in primary["defaults"] if isinstance(entry, dict)]
+    options = {f"conf/{group}/{option}.yaml" for entry in chosen for group, option in entry.items() if option}
+    return frozenset(options | {"conf/config.yaml"})
+
+
 def _locate(source: str, config_path: str) -> Path | None:
     scheme, _, rest = source.partition("://")
     root = Path(rest)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
+from rlrecipes.config.origins import origin_of
 from rlrecipes.config.schema import (
     DataConfig,
     GrpoConfig,
@@ -194,6 +195,8 @@ class Plan(Section):
     tracking: TrackingConfig
     notes: tuple[str, ...]
     """What a reader should know: consequences of the choices made."""
+    changes: dict[str, Any]
+    """Recipe values that the defaults did not set, by dotted path."""
     provenance: dict[str, str]
     """Dotted path of a recipe value -> where it was set."""
 
@@ -207,15 +210,22 @@ class Plan(Section):
         data: dict[str, Any] = json.loads(self.model_dump_json())
         return data
 
+    def describe_changes(self) -> str:
+        """What differs from the defaults, a line each, with where it was set."""
+        lines = (
+            f"{path}: {json.dumps(value)}  # {origin_of(self.provenance, path)}" for path, value in self.changes.items()
+        )
+        return "\n".join(lines) + "\n"
+
     def to_yaml(self) -> str:
         """YAML that :func:`load_plan` reads back to an equal Plan."""
         return yaml.safe_dump(self.to_data(), sort_keys=False, allow_unicode=True, width=120)
 
     @property
     def hash(self) -> str:
-        """16 hex digits over everything but provenance and notes; equal Plans run equally."""
+        """16 hex digits over everything but notes, changes and provenance; equal Plans run equally."""
         data = self.to_data()
-        del data["provenance"], data["notes"]
+        del data["provenance"], data["changes"], data["notes"]
         canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

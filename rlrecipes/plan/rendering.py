@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
 
+from rlrecipes.config.origins import origin_of
 from rlrecipes.config.schema import GrpoConfig
 from rlrecipes.plan.nodes import DeviceNode, Plan, ProcessNode
 
@@ -23,9 +25,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(_facts("what", _what(plan)))
     console.print(_facts("batch", _batch(plan)))
     console.print(_processes(plan))
-    changes = {path: origin for path, origin in plan.provenance.items() if _is_change(origin)}
-    if changes:
-        console.print(_facts("set against the defaults by", changes))
+    if plan.changes:
+        console.print(_changes(plan))
     for note in plan.notes:
         console.print(f"note: {note}", highlight=False)
 
@@ -93,5 +94,8 @@ def _place(plan: Plan, devices: tuple[DeviceNode, ...]) -> str:
     )
 
 
-def _is_change(origin: str) -> bool:
-    return origin.startswith(("override", "conf/recipe/"))
+def _changes(plan: Plan) -> Table:
+    table = Table(title="set against the defaults", title_justify="left", show_header=False, box=None, padding=(0, 2))
+    for path, value in plan.changes.items():
+        table.add_row(path, json.dumps(value), origin_of(plan.provenance, path))
+    return table

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
-from rlrecipes.config.origins import origin_of
+from rlrecipes.config.origins import Origins, origin_of, read_default_files
 from rlrecipes.config.schema import GrpoConfig, ModelConfig, ModelShapes, RunConfig
 from rlrecipes.errors import ConfigError, Problem
 from rlrecipes.plan.checks import check_recipe
 from rlrecipes.plan.commands import to_engine_command, to_engine_env, to_router_command
+from rlrecipes.plan.difference import flatten
 from rlrecipes.plan.facts import compute_flops_per_token, compute_num_parameters, read_shapes
 from rlrecipes.plan.nodes import (
     PLAN_VERSION,
@@ -68,8 +70,15 @@ def resolve(config: RunConfig, hosts: tuple[HostNode, ...], origins: Mapping[str
         schedule=config.schedule,
         tracking=config.tracking,
         notes=tuple(_notes(config)),
+        changes=_changes(config, dict(origins)),
         provenance=dict(origins),
     )
+
+
+def _changes(config: RunConfig, origins: Origins) -> dict[str, Any]:
+    defaults = read_default_files()
+    leaves = flatten(config.model_dump(mode="json"))
+    return {path: value for path, value in leaves if origin_of(origins, path).rpartition(":")[0] not in defaults}
 
 
 def _model(model: ModelConfig, shapes: ModelShapes, is_random: bool, run_dir: str) -> ModelNode:

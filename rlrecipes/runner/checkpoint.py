@@ -24,6 +24,7 @@ from rlrecipes.plan.nodes import Plan
 _STATE_FILE = "state.json"
 _MAY_CHANGE = (
     "provenance",
+    "changes",
     "notes",
     "hosts",
     "version",

@@ -133,6 +133,7 @@ def _init_ray(plan: Plan) -> None:
         "OMP_NUM_THREADS": str(plan.trainer.num_threads),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
+        "RAY_worker_niceness": "0",  # it would put the trainer behind every other process of the host
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "HF_HUB_OFFLINE": "1",
     }

@@ -146,19 +146,9 @@ def _start_tracker(plan: Plan, state: RunState | None, stack: AsyncExitStack) ->
 
     stack.push(finish)
     tracker.resume(state.step if state else -1)
-    params = {name: value for name, value in plan.to_data().items() if name not in ("provenance", "notes")}
-    tracker.log_plan(params, plan.to_yaml(), _describe_changes(plan))
+    params = {name: value for name, value in plan.to_data().items() if name not in ("provenance", "changes", "notes")}
+    tracker.log_plan(params, plan.to_yaml(), plan.describe_changes())
     return tracker
-
-
-def _describe_changes(plan: Plan) -> str:
-    """What the recipe or the command line set, against the defaults of the groups."""
-    changed = [
-        f"{path}  # {origin}"
-        for path, origin in plan.provenance.items()
-        if origin.startswith(("override", "conf/recipe/"))
-    ]
-    return "\n".join(sorted(changed)) + "\n"
 
 
 async def _start_processes(

@@ -174,3 +174,13 @@ def test_every_shipped_option_composes(path, hf_dir):
         "jsonl": ["data.name=x", "data.train_path=x.jsonl"],
     }.get(option, [])
     compose([f"{group}={option}", *needed])
+
+
+def test_changes_are_what_the_defaults_did_not_set(hf_dir):
+    assert plan_of().changes == {}
+    plan = plan_of("model=hf", "model.name=x", f"model.path={hf_dir}", "optim.lr=3e-6", "parallel=tp2")
+    assert plan.changes["optim.lr"] == 3e-6
+    assert plan.changes["parallel.tensor_model_parallel_size"] == 2
+    assert plan.changes["model.alphabet"] is None
+    assert "parallel.num_threads" not in plan.changes  # single.yaml, which tp2 extends, is a default
+    assert "optim.lr: 3e-06  # override optim.lr=3e-6" in plan.describe_changes()
