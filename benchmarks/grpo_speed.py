@@ -5,9 +5,9 @@
 Both start from one HF directory (the quickstart's first stage; trained here first where it has not run yet) and train
 on one prompt file in one order with the group size, prompts per step, sampling, learning rate and reward of the recipe
 quickstart_grpo, in fp32, with no evaluation, checkpoint or export among the steps that count. ``rlrecipes train`` runs
-as a user runs it: trainer, engine and router are processes beside each other. TRL generates with transformers' generate
-in its own process, the fastest of its paths on a CPU, with one thread, with two, and as two processes; the best counts.
-They take turns, fresh processes each. A step is timed from the end of the one before, so everything counts.
+as a user runs it, with one trainer rank and with two, engine and router beside them. TRL generates with transformers'
+generate in its own process, the fastest of its paths on a CPU: with one thread, two threads, two processes; its best
+counts. They take turns, fresh processes each. A step is timed from the end of the one before, so everything counts.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rich.table import Table
 
 BENCHMARKS = Path(__file__).resolve().parent
 RLRECIPES = Path(sys.executable).parent / "rlrecipes"
-OURS = "rlrecipes"
+OUR_LAYOUTS = {"rlrecipes, as the recipe is": [], "rlrecipes, parallel=dp2": ["parallel=dp2"]}
+"""Name -> overrides of the recipe."""
 TRL_LAYOUTS = {"TRL, 1 thread": (1, 1), "TRL, 2 threads": (1, 2), "TRL, 2 processes": (2, 1)}
 """Name -> (processes, threads of each)."""
 TIMEOUT_S = 900.0
 PARTS = {
     "generate and score": "time/wait_s",
-    "old logprobs": "time/logprobs_s",
     "train": "train/time_s",
     "weight sync": "weight_sync/time_s",
 }
@@ -49,6 +49,7 @@ class Measured:
     rounds: list[list[float]] = field(default_factory=list)
     response_tokens: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def rates(self) -> list[float]:
@@ -129,49 +130,50 @@ def prepare_model(asked: Path | None, directory: Path) -> Path:
     return model.resolve()
 
 
-def run(arguments: argparse.Namespace, directory: Path) -> tuple[dict[str, Measured], dict[str, float]]:
-    """All rounds; gives the contenders and the median seconds of the parts of our step."""
+def run(arguments: argparse.Namespace, directory: Path) -> tuple[dict[str, Measured], int]:
+    """All rounds; gives the contenders and the samples of a step."""
     model = prepare_model(arguments.model, directory)
-    measured = {name: Measured() for name in (OURS, *TRL_LAYOUTS)}
-    parts: dict[str, list[float]] = {name: [] for name in PARTS}
+    measured = {name: Measured() for name in (*OUR_LAYOUTS, *TRL_LAYOUTS)}
     for number in range(arguments.rounds):
-        run_dir = directory / f"ours{number}"
-        ours = run_ours(model, run_dir, arguments.steps, arguments.overrides)[arguments.warmup :]
-        plan = yaml.safe_load((run_dir / "plan.yaml").read_text(encoding="utf-8"))
-        num_samples = plan["batch"]["rollouts_per_step"]
-        assert all(step["rollout/num_rollouts"] == num_samples for step in ours)
-        for name, key in PARTS.items():
-            parts[name] += [step[key] for step in ours]
-        lengths = [step["response/mean_tokens"] for step in ours]
-        measured[OURS].add([s["time"] for s in ours], num_samples, lengths, [s["reward/mean"] for s in ours])
-        for name, layout in TRL_LAYOUTS.items():
-            output = directory / f"{name.replace(', ', '_').replace(' ', '_')}_{number}.jsonl"
+        for index, (name, overrides) in enumerate(OUR_LAYOUTS.items()):
+            run_dir = directory / f"ours{index}_{number}"
+            ours = run_ours(model, run_dir, arguments.steps, [*overrides, *arguments.overrides])[arguments.warmup :]
+            plan = yaml.safe_load((run_dir / "plan.yaml").read_text(encoding="utf-8"))
+            num_samples = plan["batch"]["rollouts_per_step"]
+            assert all(step["rollout/num_rollouts"] == num_samples for step in ours)
+            lengths = [step["response/mean_tokens"] for step in ours]
+            measured[name].add([s["time"] for s in ours], num_samples, lengths, [s["reward/mean"] for s in ours])
+            for part, key in PARTS.items():
+                measured[name].parts.setdefault(part, []).extend(step[key] for step in ours)
+        for index, (name, layout) in enumerate(TRL_LAYOUTS.items()):
+            output = directory / f"trl{index}_{number}.jsonl"
             trl = run_trl(arguments.trl_python, plan, arguments.steps, layout, output)[arguments.warmup :]
             assert all(step["num_generated"] == step["num_trained"] == num_samples for step in trl)
             lengths = [step["response_tokens"] for step in trl]
             measured[name].add([s["time"] for s in trl], num_samples, lengths, [s["reward"] for s in trl])
         done = ", ".join(f"{name} {statistics.median(one.rounds[-1]):.0f}" for name, one in measured.items())
         print(f"round {number + 1}, samples/s: {done}", flush=True)
-    return measured, {name: statistics.median(values) for name, values in parts.items()}
+    return measured, num_samples
 
 
-def report(measured: dict[str, Measured], parts: dict[str, float], num_samples: int) -> None:
+def report(measured: dict[str, Measured], num_samples: int) -> None:
     table = Table("", "samples/s, median (quartiles)", "s a step", "tokens a response", "reward")
     for name, one in measured.items():
         low, median, high = statistics.quantiles(one.rates, n=4)
         rate, step = f"{median:.0f}  ({low:.0f} to {high:.0f})", f"{num_samples / median:.3f}"
-        table.add_row(
-            name, rate, step, f"{statistics.fmean(one.response_tokens):.2f}", f"{statistics.fmean(one.rewards):.3f}"
-        )
+        length, reward = statistics.fmean(one.response_tokens), statistics.fmean(one.rewards)
+        table.add_row(name, rate, step, f"{length:.2f}", f"{reward:.3f}")
     Console(width=120).print(table)
     best = max(TRL_LAYOUTS, key=lambda name: statistics.median(measured[name].rates))
-    pairs = [
-        statistics.median(ours) / statistics.median(trl)
-        for ours, trl in zip(measured[OURS].rounds, measured[best].rounds, strict=True)
-    ]
-    ratio = statistics.median(measured[OURS].rates) / statistics.median(measured[best].rates)
-    print(f"rlrecipes / {best}: {ratio:.2f} (rounds {min(pairs):.2f} to {max(pairs):.2f}; target at least 2)")
-    print("a step of ours, s: " + ", ".join(f"{name} {value:.3f}" for name, value in parts.items()))
+    for name in OUR_LAYOUTS:
+        pairs = [
+            statistics.median(ours) / statistics.median(trl)
+            for ours, trl in zip(measured[name].rounds, measured[best].rounds, strict=True)
+        ]
+        ratio = statistics.median(measured[name].rates) / statistics.median(measured[best].rates)
+        print(f"{name} / {best}: {ratio:.2f} (rounds {min(pairs):.2f} to {max(pairs):.2f}; target at least 2)")
+        parts = {part: statistics.median(values) for part, values in measured[name].parts.items()}
+        print("    of its step: " + ", ".join(f"{part} {value:.3f} s" for part, value in parts.items()))
 
 
 def main() -> None:
@@ -185,9 +187,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        measured, parts = run(arguments, Path(directory))
-        plan = yaml.safe_load((Path(directory) / "ours0" / "plan.yaml").read_text(encoding="utf-8"))
-        report(measured, parts, plan["batch"]["rollouts_per_step"])
+        report(*run(arguments, Path(directory)))
 
 
 if __name__ == "__main__":
