@@ -97,6 +97,7 @@ def build_config(arguments: argparse.Namespace) -> GRPOConfig:
         bf16=False,
         use_cpu=True,
         gradient_checkpointing=False,
+        ddp_find_unused_parameters=False,
         shuffle_dataset=False,
         dataloader_pin_memory=False,
         logging_strategy="no",
@@ -130,6 +131,8 @@ def main() -> None:
     recorder.trainer = trainer
     print(f"threads: {torch.get_num_threads()}, parameters: {next(trainer.model.parameters()).dtype}", flush=True)
     trainer.train()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # without it, a process may abort at its exit
 
 
 if __name__ == "__main__":

@@ -50,6 +50,9 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at exit
         return 1
+    except OSError as error:
+        where, reason = error.filename or "disk", error.strerror or str(error)
+        return _report(f"{where}: {reason}\n    fix: free space or mend permissions, then rerun", 1)
     except Exception as error:
         return _report(f"internal error: {type(error).__name__}: {error}\n    fix: report it with {_TRACEBACK}=1", 1)
 
@@ -116,3 +119,7 @@ def _report(message: str, code: int) -> int:
         traceback.print_exc()
     print(f"rlrecipes: {message}", file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    main()

@@ -17,6 +17,9 @@ def run(arguments: list[str]) -> None:
     Raises:
         InputError: not exactly one path.
     """
+    if arguments in (["-h"], ["--help"]):
+        print("usage: rlrecipes run PLAN.yaml\n\nExecutes a plan saved by `rlrecipes plan ... --save PLAN.yaml`.")
+        return
     if len(arguments) != 1 or arguments[0].startswith("-"):
         fix = "write `rlrecipes run plan.yaml`; overrides belong to `rlrecipes plan`"
         raise InputError("rlrecipes run", f"takes one plan file, not {arguments}", fix)

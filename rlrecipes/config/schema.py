@@ -14,6 +14,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 NativeOptions = dict[str, Any]
 """An engine's own options under the engine's own names."""
 
@@ -336,9 +337,9 @@ class OptimConfig(Section):
     """Shape of the decay."""
     num_warmup_train_steps: NonNegativeInt
     """Train steps of linear warm-up from 0."""
-    adam_beta1: Fraction
+    adam_beta1: Decay
     """First moment's decay."""
-    adam_beta2: Fraction
+    adam_beta2: Decay
     """Second moment's decay."""
     adam_eps: PositiveFloat
     """Adam's epsilon."""

@@ -64,10 +64,11 @@ class SftSource:
         self, prompt_ids: tuple[int, ...], response: str, line: int, problems: ProblemList
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         tokenizer = self._encoder.tokenizer
-        response_ids = (*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in response_ids:
+        own_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
+        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in own_ids:
             problems.add(line, "the response has text that the tokenizer does not know", "use the characters it knows")
             return None
+        response_ids = (*own_ids, tokenizer.eos_token_id)
         num_tokens = len(prompt_ids) + len(response_ids)
         if num_tokens > self._max_sample_tokens:
             problem = f"prompt and response have {num_tokens} tokens, more than {self._max_sample_tokens}"

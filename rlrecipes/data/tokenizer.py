@@ -65,7 +65,7 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a model.
 
     Args:
-        path: an HF model directory, or a hub name that is in the local cache or can be fetched.
+        path: an HF model directory; a name is never looked for on a hub.
 
     Raises:
         DataError: there is none.
@@ -73,7 +73,7 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     name = str(path)
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+    if not Path(name).expanduser().is_dir():
         raise DataError(name, "is not a directory, so it holds no tokenizer", "give the directory of an HF model")
     try:
         tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(str(Path(name).expanduser()))

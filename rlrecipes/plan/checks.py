@@ -10,8 +10,8 @@ from rlrecipes.config.schema import GrpoConfig, ModelShapes, RunConfig
 from rlrecipes.errors import Problem
 from rlrecipes.plan.commands import check_native
 
-_SGLANG_MARGIN_TOKENS = 2
-"""SGLang ends an answer so many tokens before the context is full."""
+_ENGINE_MARGIN_TOKENS = 8
+"""SGLang ends an answer 2 tokens before the context is full, and takes no prompt that leaves fewer than 7 there."""
 
 
 def check_recipe(config: RunConfig, shapes: ModelShapes | None) -> list[Problem]:
@@ -105,6 +105,8 @@ def _topology(config: RunConfig) -> Iterator[Problem]:
         yield Problem("topology.served_models", f"holds {names}", "for now exactly one model, named policy, is served")
     for name, model in topology.served_models.items():
         where = f"topology.served_models.{name}"
+        if not model.is_updated:
+            yield Problem(f"{where}.is_updated", "is false for the model being trained", "set it true")
         check: list[Problem] = []
         check_native(f"{where}.router", model.router, True, check)
         if not model.server_groups:
@@ -168,21 +170,24 @@ def _lengths(config: RunConfig, shapes: ModelShapes) -> Iterator[Problem]:
             problem = f"{prompt} prompt + {sampling.max_new_tokens} new tokens exceed the model's {room}"
             fix = "lower it, or data.max_prompt_tokens"
             yield Problem(f"rollout.{where}.max_new_tokens", problem, fix)
-    longest = prompt + config.rollout.sampling.max_new_tokens
+    longest = prompt + max(config.rollout.sampling.max_new_tokens, config.rollout.evaluation.sampling.max_new_tokens)
+    if longest + _ENGINE_MARGIN_TOKENS > shapes.max_position_embeddings >= longest:
+        room = shapes.max_position_embeddings - _ENGINE_MARGIN_TOKENS
+        problem = f"{longest} tokens with the prompt; engines cut an answer at {room}, silently"
+        yield Problem("rollout.sampling.max_new_tokens", problem, "lower it, or data.max_prompt_tokens")
     if longest > config.parallel.max_tokens_per_micro_batch:
         problem = f"is {config.parallel.max_tokens_per_micro_batch}; the longest sample has {longest} tokens"
         yield Problem("parallel.max_tokens_per_micro_batch", problem, f"use at least {longest}")
     for name, model in config.topology.served_models.items():
         for group_name, group in model.server_groups.items():
-            if group.engine == "sglang" and longest + _SGLANG_MARGIN_TOKENS > shapes.max_position_embeddings:
-                room = shapes.max_position_embeddings - _SGLANG_MARGIN_TOKENS
-                where = "rollout.sampling.max_new_tokens"
-                problem = f"makes samples of {longest} tokens; SGLang cuts them at {room}, silently"
-                yield Problem(where, problem, "lower it, or data.max_prompt_tokens")
             held = group.sglang.get("max_total_tokens")
-            if isinstance(held, int) and held < longest:
+            if isinstance(held, int) and held < longest + _ENGINE_MARGIN_TOKENS:
                 where = f"topology.served_models.{name}.server_groups.{group_name}.sglang.max_total_tokens"
-                yield Problem(where, f"is {held}; one longest rollout has {longest} tokens", f"use at least {longest}")
+                yield Problem(
+                    where,
+                    f"is {held}; one longest rollout has {longest} tokens",
+                    f"use at least {longest + _ENGINE_MARGIN_TOKENS}",
+                )
 
 
 def _divisibility(config: RunConfig, shapes: ModelShapes) -> Iterator[Problem]:

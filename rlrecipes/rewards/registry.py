@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,6 +55,8 @@ def _load_custom(path: str, options: Mapping[str, Any]) -> Verifier:
     if not _IMPORT_PATH.fullmatch(path):
         raise ConfigError(where, f"{path!r} is not an import path", "write package.module:function")
     module_name, _, function_name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # where a user's module lies; a console script does not look there
     try:
         module = importlib.import_module(module_name)
     # The module is a user's: importing it may raise anything, and all of it means that it cannot be imported.

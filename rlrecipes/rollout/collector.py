@@ -28,7 +28,6 @@ class CollectProgress:
         num_wanted_groups: groups asked for.
         num_tokens: response tokens generated so far, dropped groups included.
         mean_reward: over the rollouts of the groups that came back so far, dropped ones included.
-        num_failed: failed rollouts so far.
         elapsed_s: since the start.
     """
 
@@ -36,7 +35,6 @@ class CollectProgress:
     num_wanted_groups: int
     num_tokens: int
     mean_reward: float
-    num_failed: int
     elapsed_s: float
 
 
@@ -155,6 +153,11 @@ class Collector:
         self._open.discard(group.prompt.index)
         pass_.add(group)
 
+    @property
+    def num_waiting_groups(self) -> int:
+        """Groups collected beyond those handed out."""
+        return len(self._buffer)
+
     def confirm_trained(self) -> None:
         """Say that every group collected so far has been trained; call it before saving the state after a step."""
         self._buffer.confirm_trained()
@@ -215,6 +218,5 @@ class _Pass:
             num_wanted_groups=self._num_groups,
             num_tokens=self.num_tokens,
             mean_reward=sum(self._rewards) / len(self._rewards),
-            num_failed=self._failures.num_failed,
             elapsed_s=self.elapsed_s,
         )

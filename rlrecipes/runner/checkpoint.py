@@ -8,6 +8,7 @@ A checkpoint is written under another name and renamed when complete, so one tha
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -66,13 +67,15 @@ class RunState(BaseModel):
 
     step: int
     """Steps completed."""
+    is_evaluation_due: bool
+    """Whether the step was to be evaluated and has not been."""
     weight_version: int
     """Of the last sync."""
     mlflow_run_id: str | None
     plan_hash: str
     plan: dict[str, Any]
     collector: dict[str, Any]
-    """Cursor, open prompts and buffer; empty for SFT, whose cursor is the step."""
+    """Cursor, open prompts and buffer; for SFT the cursor alone."""
 
 
 class CheckpointStore:
@@ -175,12 +178,22 @@ def check_same_recipe(saved: Mapping[str, Any], plan: Plan, checkpoint: Path) ->
     Raises:
         ConfigError: every difference that changes what is learned.
     """
-    if plan.resume == "accept_changes":
+    if plan.resume == "accept_changes" and saved["algo"]["kind"] == plan.algo.kind:
         return
     problems = []
-    for path, (old, new) in compute_difference(saved, plan.to_data()).items():
+    for path, (old, new) in compute_difference(_to_portable(saved), _to_portable(plan.to_data())).items():
         if not any(path == free or path.startswith(free + ".") for free in _MAY_CHANGE):
             fix = f"restore it, choose another run_dir, or set resume=accept_changes to go on from {checkpoint} anyway"
             problems.append(Problem(path, f"is {new!r}; the checkpoint was made with {old!r}", fix))
     if problems:
         raise ConfigError.from_problems(problems)
+
+
+def _to_portable(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A Plan with paths told from its run directory, which may have been moved or be spelt otherwise."""
+    text = json.dumps(data)
+    for directory in (data.get("run_dir"), data.get("runs_dir")):
+        if directory:
+            text = text.replace(json.dumps(directory + "/")[:-1], '"{}/')
+    portable: dict[str, Any] = json.loads(text)
+    return portable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -88,6 +89,8 @@ class TrainerGroup:
             RecipeError: what a rank raised; TrainerError when one died.
         """
         called = range(len(self._actors)) if ranks is None else ranks
+        if not called:
+            return []
         own = per_rank if per_rank is not None else [()] * len(called)
         references = [
             getattr(self._actors[rank], method).remote(*arguments, *shared)
@@ -142,6 +145,7 @@ def _init_ray(plan: Plan) -> None:
     os.environ.update(environment)  # worker processes inherit it, and read it before they import torch
     # Processes inherit the mask: a SIGTERM or SIGINT sent to the whole group must leave Ray alive for the checkpoint.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    on_term = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address="local",
@@ -155,6 +159,7 @@ def _init_ray(plan: Plan) -> None:
         fix = "free memory in /dev/shm and /tmp, then rerun"
         raise TrainerError("ray", f"did not start: {type(error).__name__}: {error}", fix) from error
     finally:
+        signal.signal(signal.SIGTERM, on_term)  # Ray's own would exit at once, before anything is put in order
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _start_reaper()
 
@@ -162,7 +167,10 @@ def _init_ray(plan: Plan) -> None:
 def _start_reaper() -> None:
     own = psutil.Process()
     root = str(Path(ray.__file__).parent)
-    commands = {child.pid: " ".join(child.cmdline()) for child in own.children(recursive=True)}
+    commands = {}
+    for child in own.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            commands[child.pid] = " ".join(child.cmdline())
     pids = [str(pid) for pid, command in commands.items() if root in command or command.startswith("ray::")]
     reaper = [sys.executable, "-I", "-S", str(Path(__file__).parent / "reaper.py"), str(own.pid), *pids]
     subprocess.Popen(reaper, stdin=subprocess.DEVNULL, start_new_session=True)

@@ -26,7 +26,7 @@ from rlrecipes.tracking.progress import Progress
 from rlrecipes.tracking.tracker import Tracker
 from rlrecipes.weight_sync.session import run_sync
 
-_POLL_INTERVAL_S = 0.5
+_POLL_INTERVAL_S = 0.1
 
 
 @dataclass(slots=True)
@@ -59,18 +59,27 @@ class Loop:
         parts: everything it drives.
         step: completed so far.
         weight_version: of the weights the trainer holds; engines are brought to it first.
+        is_evaluation_due: whether the step reached is still to be evaluated.
+        next_sample: of SFT's stream; RL's cursor is the collector's.
     """
 
-    def __init__(self, parts: Parts, step: int, weight_version: int) -> None:
+    def __init__(
+        self, parts: Parts, step: int, weight_version: int, *, is_evaluation_due: bool, next_sample: int
+    ) -> None:
         self._parts = parts
         self._plan = parts.plan
         self._step = step
         self._weight_version = weight_version
+        self._is_evaluation_due = is_evaluation_due
+        self._next_sample = next_sample
         self._num_syncs = 0
         self._saved_step = step
 
-    async def run(self) -> None:
+    async def run(self) -> int:
         """Go from the step reached to the last, and leave a checkpoint whatever stops it in order.
+
+        Returns:
+            Steps completed.
 
         Raises:
             RunError: something failed; the last checkpoint stands.
@@ -78,8 +87,9 @@ class Loop:
         """
         try:
             await self._run_steps()
+            return self._step
         except Interrupted:
-            if self._step > self._saved_step:
+            if self._step > self._saved_step or self._is_evaluation_due:
                 await self._save()
             raise
 
@@ -97,18 +107,17 @@ class Loop:
         if self._parts.policy is None:
             return
         metrics = await self._sync(self._weight_version)
-        if self._step == 0 and self._plan.schedule.should_eval_before:
-            metrics |= await self._evaluate()
         if self._step == 0:
             self._parts.tracker.log_metrics(0, metrics)
+        await self._evaluate_if_due()
 
     async def _run_step(self) -> None:
         started_s = time.monotonic()
         is_rl = self._parts.collector is not None
         metrics = await (self._learn_from_rollouts() if is_rl else self._learn_from_samples())
         self._step += 1
-        is_due = self._is_evaluation_due()
-        if is_rl or is_due:
+        self._is_evaluation_due = self._should_evaluate()
+        if is_rl or self._is_evaluation_due:
             metrics |= await self._sync(self._weight_version + 1)
         step_s = time.monotonic() - started_s
         if is_rl:
@@ -121,10 +130,9 @@ class Loop:
         metrics |= {"time/step_s": step_s} | measure_system(Path(self._plan.run_dir))
         self._parts.tracker.log_metrics(self._step, metrics)
         self._parts.progress.finish_step(self._step - 1, metrics)
-        if is_due:
-            self._parts.tracker.log_metrics(self._step, await self._evaluate())
+        await self._evaluate_if_due()
 
-    def _is_evaluation_due(self) -> bool:
+    def _should_evaluate(self) -> bool:
         schedule = self._plan.schedule
         is_last = self._step == schedule.num_steps
         is_interval = schedule.eval_interval > 0 and self._step % schedule.eval_interval == 0
@@ -139,7 +147,7 @@ class Loop:
         metrics = compute_rollout_metrics(
             collection, num_gpus=sum(e.num_ranks for e in policy.engines), weight_version=self._weight_version
         )
-        metrics |= {"rollout/kv_cache_use_fraction": kv_use, "buffer/num_groups": float(len(collection.groups))}
+        metrics |= {"rollout/kv_cache_use_fraction": kv_use, "buffer/num_groups": float(collector.num_waiting_groups)}
         metrics |= await self._parts.learner.train_groups(collection.groups)
         collector.confirm_trained()
         return metrics
@@ -147,17 +155,19 @@ class Loop:
     async def _collect(self, collector: Collector, policy: ServedModel) -> tuple[Collection, float]:
         def show(progress: CollectProgress) -> None:
             rate = progress.num_tokens / max(progress.elapsed_s, 1e-9)
-            self._parts.progress.update_rollout(progress.num_groups, progress.num_wanted_groups, rate)
+            self._parts.progress.update_rollout(
+                progress.num_groups, progress.num_wanted_groups, rate, progress.mean_reward
+            )
 
         peak = 0.0
 
         async def watch() -> None:
             nonlocal peak
             while True:
+                await asyncio.sleep(_POLL_INTERVAL_S)
                 policy.check_alive()
                 loads = await asyncio.gather(*(engine.client.load() for engine in policy.engines))
                 peak = max(peak, *(load.kv_cache_use_fraction for load in loads))
-                await asyncio.sleep(_POLL_INTERVAL_S)
 
         collecting = asyncio.create_task(collector.collect(self._plan.batch.prompts_per_step, show))
         watching = asyncio.create_task(watch())
@@ -176,8 +186,10 @@ class Loop:
         if source is None:
             raise RuntimeError("SFT needs samples")
         size = self._plan.batch.prompts_per_step
-        first = self._step * size
-        return await self._parts.learner.train_samples([source.sample(index) for index in range(first, first + size)])
+        first = self._next_sample
+        metrics = await self._parts.learner.train_samples([source.sample(i) for i in range(first, first + size)])
+        self._next_sample = first + size
+        return metrics
 
     async def _sync(self, version: int) -> dict[str, float]:
         policy = self._parts.policy
@@ -232,10 +244,14 @@ class Loop:
                 shutil.rmtree(old)
         return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
-    async def _evaluate(self) -> Mapping[str, float]:
+    async def _evaluate_if_due(self) -> None:
+        """What a signal interrupts here is due again after the resume."""
         generator = self._parts.eval_generator
-        if generator is None:
-            return {}
+        if self._is_evaluation_due and generator is not None:
+            self._parts.tracker.log_metrics(self._step, await self._evaluate(generator))
+        self._is_evaluation_due = False
+
+    async def _evaluate(self, generator: GroupGenerator) -> Mapping[str, float]:
         started_s = time.monotonic()
         name, prompts = self._plan.data.name, self._parts.inputs.eval_prompts
         result: EvaluationResult = await self._parts.stop.run(
@@ -258,11 +274,12 @@ class Loop:
         collector = self._parts.collector
         state = RunState(
             step=self._step,
+            is_evaluation_due=self._is_evaluation_due,
             weight_version=self._weight_version,
             mlflow_run_id=self._parts.tracker.run_id,
             plan_hash=self._plan.hash,
             plan=self._plan.to_data(),
-            collector=collector.state() if collector is not None else {},
+            collector=collector.state() if collector is not None else {"next_index": self._next_sample},
         )
 
         async def save_trainer(path: Path) -> None:

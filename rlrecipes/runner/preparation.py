@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from rlrecipes.data.reasoning_tasks import TaskSpec, run_write_tasks
@@ -9,18 +10,19 @@ from rlrecipes.data.rows import RowKeys
 from rlrecipes.plan.nodes import Plan
 
 
-def run_preparation(plan: Plan) -> None:
-    """Write what the Plan says can be made and is not there. Idempotent.
+def run_preparation(plan: Plan, *, is_new: bool) -> None:
+    """Write what the Plan says can be made and is not there.
 
     Args:
         plan: the Plan.
+        is_new: whether no checkpoint depends on an initial model that is there; it is then made anew.
 
     Raises:
         RecipeError: something cannot be made.
     """
     write_tasks(plan)
     if plan.model.is_random:
-        _write_random_model(plan)
+        _write_random_model(plan, is_new=is_new)
 
 
 def write_tasks(plan: Plan) -> None:
@@ -46,10 +48,11 @@ def to_row_keys(plan: Plan) -> RowKeys:
     return RowKeys(prompt=data.prompt_key, label=data.label_key, metadata=data.metadata_key, response=data.response_key)
 
 
-def _write_random_model(plan: Plan) -> None:
+def _write_random_model(plan: Plan, *, is_new: bool) -> None:
     path = Path(plan.model.path)
-    if (path / "config.json").is_file():
+    if not is_new and (path / "config.json").is_file():
         return
+    shutil.rmtree(path, ignore_errors=True)
     from rlrecipes.data.tokenizer import build_char_tokenizer
     from rlrecipes.engines.megatron.initial import run_write_random_model
 

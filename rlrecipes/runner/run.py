@@ -32,6 +32,8 @@ from rlrecipes.runner.training import Learner
 from rlrecipes.tracking.progress import build_progress
 from rlrecipes.tracking.tracker import RunStatus, Tracker
 
+_EXPORTED_STEP_FILE = ".hf_step"
+
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
@@ -67,7 +69,7 @@ def run_plan(plan: Plan) -> RunResult:
         checkpoint, state = _find_resume_point(plan, store)
         if state is None or not _is_finished(plan, state):
             reward = build_plan_reward(plan)
-            run_preparation(plan)
+            run_preparation(plan, is_new=state is None)
             inputs = build_inputs(plan, reward)
             _write_plan(plan, run_dir)
             return asyncio.run(_run(plan, inputs, store, checkpoint, state))
@@ -91,8 +93,17 @@ def _find_resume_point(plan: Plan, store: CheckpointStore) -> tuple[Path | None,
 
 
 def _is_finished(plan: Plan, state: RunState) -> bool:
-    is_exported = not plan.schedule.should_export_hf or (Path(plan.run_dir) / "hf").is_dir()
+    if state.is_evaluation_due:
+        return False
+    is_exported = not plan.schedule.should_export_hf or _read_exported_step(plan) == state.step
     return state.step >= plan.schedule.num_steps and is_exported
+
+
+def _read_exported_step(plan: Plan) -> int | None:
+    try:
+        return int((Path(plan.run_dir) / _EXPORTED_STEP_FILE).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _write_plan(plan: Plan, run_dir: Path) -> None:
@@ -132,9 +143,17 @@ async def _run(
             collector=collector,
             eval_generator=eval_generator,
         )
-        await Loop(parts, step, state.weight_version if state else 0).run()
-        hf_path = await _export(plan, trainers)
-    return RunResult(Path(plan.run_dir), plan.schedule.num_steps, parts.evaluations, hf_path)
+        is_evaluation_due = state.is_evaluation_due if state else plan.schedule.should_eval_before
+        loop = Loop(
+            parts,
+            step,
+            state.weight_version if state else 0,
+            is_evaluation_due=is_evaluation_due,
+            next_sample=state.collector.get("next_index", 0) if state else 0,
+        )
+        reached = await loop.run()
+        hf_path = await _export(plan, trainers, reached)
+    return RunResult(Path(plan.run_dir), reached, parts.evaluations, hf_path)
 
 
 def _start_tracker(plan: Plan, state: RunState | None, stack: AsyncExitStack) -> Tracker:
@@ -156,13 +175,14 @@ async def _start_processes(
 ) -> tuple[ServedModel | None, TrainerGroup]:
     log_dir = Path(plan.run_dir) / "logs"
     policy = ServedModel(plan.policy, log_dir) if plan.policy is not None else None
+    stop.install()
     if policy is not None:
         stack.push_async_callback(policy.close)
         policy.launch()  # engines come up while Ray and the trainers do
     trainers = TrainerGroup(plan, log_dir)
     stack.push_async_callback(trainers.close)
     trainers.launch()
-    stop.install()
+    stop.install()  # again: Ray has taken the signals
     await stop.run(_start_trainers(plan, trainers, checkpoint))
     if policy is not None:
         await stop.run(policy.wait_until_ready())
@@ -184,11 +204,13 @@ async def _connect(trainers: TrainerGroup, plan: Plan, engines: list[tuple[str, 
         await trainers.run("connect", per_rank=ports, ranks=ranks)
 
 
-async def _export(plan: Plan, trainers: TrainerGroup) -> Path | None:
+async def _export(plan: Plan, trainers: TrainerGroup, step: int) -> Path | None:
     if not plan.schedule.should_export_hf:
         return None
-    path = Path(plan.run_dir) / "hf"
+    path, marker = Path(plan.run_dir) / "hf", Path(plan.run_dir) / _EXPORTED_STEP_FILE
+    marker.unlink(missing_ok=True)  # an export of another step must not pass for this one's
     await trainers.run("export_hf", str(path.absolute()), str(Path(plan.model.path).absolute()))
+    marker.write_text(str(step))
     return path
 
 
@@ -204,6 +226,9 @@ def run_held_out_evaluation(plan: Plan) -> EvaluationResult:
     """
     if plan.data.eval_path is None or plan.policy is None:
         raise ConfigError("data.eval_path", "is null: nothing is held out", "give data.eval_path=<JSONL file>")
+    if plan.model.is_random:
+        problem = "the recipe's model has random weights: there is nothing to measure"
+        raise ConfigError("model.path", problem, f"train first, then give model=hf model.path={plan.run_dir}/hf")
     reward = build_plan_reward(plan)
     write_tasks(plan)
     inputs = build_inputs(plan, reward, should_train=False)

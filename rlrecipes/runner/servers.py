@@ -11,7 +11,6 @@ from pathlib import Path
 
 from rlrecipes.engines.sglang.client import EngineClient
 from rlrecipes.engines.sglang.process import STANDINS, ServerProcess, find_free_port, wait_until_workers
-from rlrecipes.errors import EngineError
 from rlrecipes.plan.nodes import ProcessNode, ServedModelNode
 
 
@@ -83,7 +82,7 @@ class ServedModel:
             **values,
         }
         command = [part for word in node.command for part in _fill(word, filled)]
-        env = os.environ | {name: value.format_map(filled) for name, value in node.env.items()}
+        env = os.environ | {name: _fill(value, filled)[0] for name, value in node.env.items()}
         process = ServerProcess(node.name, command, env, self._log_dir / f"{node.name}.log")
         return f"http://127.0.0.1:{port}", process
 
@@ -107,14 +106,11 @@ class ServedModel:
 
 
 def _fill(word: str, values: Mapping[str, str]) -> list[str]:
+    """Placeholders are whole words; anything else in braces is the option's own."""
     if word == "{worker_urls}":
         return values["worker_urls"].split()
-    try:
-        return [word.format_map(values)] if word.startswith("{") else [word]
-    except KeyError as error:
-        raise EngineError(
-            "plan", f"the command holds an unknown placeholder {word!r}", "resolve the Plan anew"
-        ) from error
+    name = word.removeprefix("{").removesuffix("}")
+    return [values[name]] if word == f"{{{name}}}" and name in values else [word]
 
 
 def _chosen_port(command: tuple[str, ...]) -> int | None:

@@ -156,10 +156,6 @@ TRAIN = (
 
 SFT = (
     Metric("sft/loss", "nats", "mean negative log-likelihood of a trained token", "falling means it learns", "lower"),
-    Metric(
-        "sft/eval_loss", "nats", "the same on held-out samples", "rising while sft/loss falls: overfitting", "lower"
-    ),
-    Metric("sft/token_accuracy", "fraction", "trained tokens predicted first", "rising means it learns", "higher"),
     Metric("sft/num_tokens", "tokens", "trained tokens in the step", "the work of the step"),
 )
 
@@ -173,7 +169,12 @@ WEIGHT_SYNC = (
 )
 
 LOOP = (
-    Metric("buffer/num_groups", "groups", "groups waiting to be trained", "rising: training is the slower side"),
+    Metric(
+        "buffer/num_groups",
+        "groups",
+        "groups collected beyond those trained now",
+        "rising: training is the slower side",
+    ),
     Metric("time/step_s", "s", "the whole step", "the number to make smaller", "lower"),
     Metric("time/wait_s", "s", "time the trainer waited for rollouts", "high: rollouts are the slower side", "lower"),
     Metric("time/wait_fraction", "fraction", "time/wait_s over time/step_s", "above 0.5: add engines", "lower"),

@@ -31,13 +31,14 @@ class Progress(Protocol):
     def __exit__(self, *exception: object) -> None:
         """Stop showing; what was printed stays."""
 
-    def update_rollout(self, done: int, total: int, tokens_per_s: float) -> None:
+    def update_rollout(self, done: int, total: int, tokens_per_s: float, reward: float) -> None:
         """Report the collection of the current step.
 
         Args:
             done: prompts whose groups are complete.
             total: prompts of the step.
             tokens_per_s: generated, by all engines.
+            reward: mean so far.
         """
 
     def update_evaluation(self, dataset: str, done: int, total: int) -> None:
@@ -144,10 +145,10 @@ class LineProgress(AbstractContextManager["LineProgress"]):
     def __exit__(self, *exception: object) -> None:
         """Nothing is left open."""
 
-    def update_rollout(self, done: int, total: int, tokens_per_s: float) -> None:
+    def update_rollout(self, done: int, total: int, tokens_per_s: float, reward: float) -> None:
         """See ``Progress``."""
         self._tokens_per_s = tokens_per_s
-        self._write_seldom(f"rollout: {done}/{total} prompts, {tokens_per_s:.0f} tokens/s")
+        self._write_seldom(f"rollout: {done}/{total} prompts, {tokens_per_s:.0f} tokens/s, reward {reward:.3f}")
 
     def update_evaluation(self, dataset: str, done: int, total: int) -> None:
         """See ``Progress``."""
@@ -216,10 +217,10 @@ class LiveProgress(AbstractContextManager["LiveProgress"]):
         self._bars.update(self._work_bar, visible=False)
         self._live.stop()
 
-    def update_rollout(self, done: int, total: int, tokens_per_s: float) -> None:
+    def update_rollout(self, done: int, total: int, tokens_per_s: float, reward: float) -> None:
         """See ``Progress``."""
         self._tokens_per_s = tokens_per_s
-        self._show_work("prompts", done, total, f"{tokens_per_s:.0f} tokens/s")
+        self._show_work("prompts", done, total, f"{tokens_per_s:.0f} tokens/s  reward {reward:.3f}")
 
     def update_evaluation(self, dataset: str, done: int, total: int) -> None:
         """See ``Progress``."""

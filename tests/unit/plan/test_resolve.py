@@ -80,6 +80,8 @@ def test_shapes_that_disagree_with_config_json_name_the_field(hf_dir):
         (["rollout.sampling.min_new_tokens=17"], "rollout.sampling.min_new_tokens"),
         (["rollout.sampling.max_new_tokens=250"], "rollout.sampling.max_new_tokens"),
         (["parallel.max_tokens_per_micro_batch=31"], "parallel.max_tokens_per_micro_batch"),
+        (["rollout.sampling.max_new_tokens=105"], "rollout.sampling.max_new_tokens"),
+        (["topology.served_models.policy.is_updated=false"], "topology.served_models.policy.is_updated"),
         (["data.tasks=null"], "data.train_path"),
         (["data.eval_path=null"], "schedule.eval_interval"),
         (["rollout.evaluation.num_prompts=999"], "rollout.evaluation.num_prompts"),

@@ -19,7 +19,7 @@ def test_a_rollout_can_be_traced_and_repeated():
     client = ScriptedClient()
     rollout = run(client)
     (request,) = client.requests
-    assert (request["request_id"], request["routing_key"]) == ("run-7-1", "run-7")
+    assert (request["request_id"], request["routing_key"]) == ("run-7-1.", "run-7")
     assert request["sampling"].seed == compute_rollout_seed(5, 7, 1)
     assert request["sampling"].max_new_tokens == 4
     assert rollout == run(ScriptedClient(latency_seed=9))

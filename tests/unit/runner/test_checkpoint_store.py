@@ -24,7 +24,13 @@ def plan_of(*overrides):
 
 def state_at(step):
     return RunState(
-        step=step, weight_version=step, mlflow_run_id=None, plan_hash="x", plan={}, collector={"next": step}
+        step=step,
+        is_evaluation_due=False,
+        weight_version=step,
+        mlflow_run_id=None,
+        plan_hash="x",
+        plan={},
+        collector={"next": step},
     )
 
 
@@ -102,6 +108,16 @@ def test_what_is_learned_may_not_change_unseen(tmp_path, override):
         check_same_recipe(plan_of().to_data(), plan_of(override), tmp_path)
     assert override.partition("=")[0].rpartition(".")[2] in str(caught.value)
     check_same_recipe(plan_of().to_data(), plan_of(override, "resume=accept_changes"), tmp_path)
+
+
+def test_a_run_directory_may_move_and_be_spelt_otherwise(tmp_path):
+    saved = plan_of("recipe=quickstart_sft").to_data()
+    check_same_recipe(saved, plan_of("recipe=quickstart_sft", f"runs_dir={tmp_path}/elsewhere"), tmp_path)
+
+
+def test_another_algorithm_is_never_gone_on_with(tmp_path):
+    with pytest.raises(ConfigError):
+        check_same_recipe(plan_of("algo=sft").to_data(), plan_of("resume=accept_changes"), tmp_path)
 
 
 def test_one_process_a_run_directory(tmp_path):

@@ -40,7 +40,7 @@ def progress(lines, clock):
 
 def test_a_step_line_has_what_people_watch(progress, lines, clock):
     clock.now += 10
-    progress.update_rollout(8, 8, 1234.5)
+    progress.update_rollout(8, 8, 1234.5, 0.25)
     lines.clear()
     clock.now += 20
     progress.finish_step(0, METRICS)
@@ -52,8 +52,8 @@ def test_a_step_line_has_what_people_watch(progress, lines, clock):
 def test_lines_inside_a_step_are_seldom(progress, lines, clock):
     for done in range(100):
         clock.now += 0.5
-        progress.update_rollout(done, 100, 50.0)
-    assert len(lines) == 5 and lines[0] == "train: rollout: 19/100 prompts, 50 tokens/s"
+        progress.update_rollout(done, 100, 50.0, 0.25)
+    assert len(lines) == 5 and lines[0] == "train: rollout: 19/100 prompts, 50 tokens/s, reward 0.250"
 
 
 def test_fast_steps_are_seldom_too_but_the_last_is_shown(progress, lines, clock):
@@ -101,7 +101,7 @@ def test_a_file_gets_plain_lines_and_a_terminal_a_bar():
     terminal = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "xterm"})
     with build_progress(40, "grpo", first_step=10, console=terminal) as progress:
         assert isinstance(progress, LiveProgress)
-        progress.update_rollout(3, 8, 1234.5)
+        progress.update_rollout(3, 8, 1234.5, 0.25)
         progress._live.refresh()
         progress.update_evaluation("chain_sum", 5, 9)
         progress._live.refresh()

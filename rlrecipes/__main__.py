@@ -1,0 +1,5 @@
+"""`python -m rlrecipes` is `rlrecipes`."""
+
+from rlrecipes.cli.main import main
+
+main()
