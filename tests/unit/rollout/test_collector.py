@@ -180,7 +180,7 @@ def test_cancelling_stops_every_request_and_leaves_a_valid_state():
 
 
 def test_few_failures_are_data():
-    client = ScriptedClient(answer=fail_when(lambda request_id: request_id.endswith("2-1")))
+    client = ScriptedClient(answer=fail_when(lambda request_id: request_id.endswith("2-1.")))
     collection = asyncio.run(make_collector(client).collect(4))
     failed = [r for group in collection.groups for r in group.rollouts if r.status is RolloutStatus.FAILED]
     assert [(r.prompt.index, r.sibling) for r in failed] == [(2, 1)]
