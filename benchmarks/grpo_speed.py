@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -185,6 +186,7 @@ def main() -> None:
     parser.add_argument("--trl-python", default=".venv-trl/bin/python")
     parser.add_argument("overrides", nargs="*", help="further overrides of our recipe, to try what helps")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the process under way ends too
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         report(*run(arguments, Path(directory)))
