@@ -17,7 +17,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _evaluate(recipe: ComposedRecipe) -> None:
-    plan = resolve(recipe.config, read_local_hosts(), recipe.origins)
+    plan = resolve(recipe.config, read_local_hosts(), recipe.origins, recipe.problems)
     from rlrecipes.runner.run import run_held_out_evaluation
 
     result = run_held_out_evaluation(plan)

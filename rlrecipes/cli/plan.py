@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> None:
         raise InputError("--save", "one file cannot hold the plans of a sweep", "leave out -m, or print with --yaml")
 
     def show(recipe: ComposedRecipe) -> None:
-        plan = resolve(recipe.config, read_local_hosts(), recipe.origins)
+        plan = resolve(recipe.config, read_local_hosts(), recipe.origins, recipe.problems)
         if target is not None:
             _save(plan, target)
         elif should_print_yaml:

@@ -17,7 +17,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _train(recipe: ComposedRecipe) -> None:
-    plan = resolve(recipe.config, read_local_hosts(), recipe.origins)
+    plan = resolve(recipe.config, read_local_hosts(), recipe.origins, recipe.problems)
     from rlrecipes.cli.run import run_and_tell
 
     run_and_tell(plan)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises instead of printing and exiting
 
@@ -49,11 +50,14 @@ class ComposedRecipe:
         config: the recipe.
         origins: dotted path -> ``file:line`` or ``override``.
         overrides: as given, for the record.
+        problems: of single values; where there are any, defaults stand in for them in ``config``, so that rules
+            across values can be checked too before all is told.
     """
 
     config: RunConfig
     origins: Origins
     overrides: tuple[str, ...]
+    problems: tuple[Problem, ...] = ()
 
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> ComposedRecipe:
@@ -69,9 +73,12 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
     config_dirs = [config_dir] if config_dir else []
     prepared = prepare_overrides(overrides, config_dirs)
     try:
-        return _compose(prepared, config_dirs)
+        recipe = _compose(prepared, config_dirs)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise _explain(error, prepared, config_dirs) from error
+    if recipe.problems:
+        raise ConfigError.from_problems(recipe.problems)
+    return recipe
 
 
 def _compose(prepared: Sequence[str], config_dirs: Sequence[Path]) -> ComposedRecipe:
@@ -136,7 +143,7 @@ def to_recipe(composed: DictConfig, overrides: Sequence[str], config_dirs: Seque
         config_dirs: directories that Hydra was told of by an override.
 
     Raises:
-        ConfigError: every problem found.
+        ConfigError: too much is wrong for defaults to stand in.
     """
     loader = GlobalHydra.instance().config_loader()
     task_overrides = [word for word in overrides if not word.startswith("hydra")]
@@ -144,10 +151,32 @@ def to_recipe(composed: DictConfig, overrides: Sequence[str], config_dirs: Seque
     data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     if not isinstance(data, dict):
         raise ConfigError("config", f"is a {type(data).__name__}, not a mapping", "start from conf/config.yaml")
-    config, problems = validate({str(key): value for key, value in data.items()}, origins)
+    plain = {str(key): value for key, value in data.items()}
+    config, problems = validate(plain, origins)
+    if config is None:
+        config = _validate_with_defaults(plain, problems, loader)
     if config is None:
         raise ConfigError.from_problems(problems)
-    return ComposedRecipe(config, origins, tuple(task_overrides))
+    return ComposedRecipe(config, origins, tuple(task_overrides), tuple(problems))
+
+
+def _validate_with_defaults(data: dict[str, Any], problems: Sequence[Problem], loader: Any) -> RunConfig | None:
+    """The recipe with every wrong value replaced by its default; None when that does not mend it."""
+    composed = loader.load_configuration("config", overrides=[], run_mode=RunMode.RUN)
+    own = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+    defaults = OmegaConf.to_container(own, resolve=True, throw_on_missing=False)
+    for problem in problems:
+        *parents, leaf = problem.where.split(".")
+        here: Any = data
+        default: Any = defaults
+        for step in parents:
+            here = here.get(step) if isinstance(here, dict) else None
+            default = default.get(step) if isinstance(default, dict) else None
+        if isinstance(here, dict):
+            here.pop(leaf, None)
+            if isinstance(default, dict) and leaf in default:
+                here[leaf] = default[leaf]
+    return validate(data, {})[0]
 
 
 def _name_sweep_job(composed: DictConfig) -> None:
@@ -278,8 +307,8 @@ def _wrong_groups(
             return problems
         left.remove(guilty[0])
         try:
-            _compose([word for word in left if not word.startswith("hydra")], config_dirs)
-            return problems
+            recipe = _compose([word for word in left if not word.startswith("hydra")], config_dirs)
+            return problems + list(recipe.problems)
         except ConfigError as others:
             return problems + list(others.problems)
         except (HydraException, OmegaConfBaseException) as another:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlrecipes.config.origins import Origins, origin_of, read_default_files
@@ -29,13 +29,16 @@ from rlrecipes.plan.nodes import (
 from rlrecipes.plan.placement import Placement, place
 
 
-def resolve(config: RunConfig, hosts: tuple[HostNode, ...], origins: Mapping[str, str]) -> Plan:
+def resolve(
+    config: RunConfig, hosts: tuple[HostNode, ...], origins: Mapping[str, str], earlier: Sequence[Problem] = ()
+) -> Plan:
     """Resolve a recipe into a Plan.
 
     Args:
         config: a valid recipe.
         hosts: the machines of the cluster.
         origins: dotted path -> where it was set.
+        earlier: problems of single values, to be told with those found here; defaults stand in for them.
 
     Raises:
         ConfigError: every problem found.
@@ -44,9 +47,10 @@ def resolve(config: RunConfig, hosts: tuple[HostNode, ...], origins: Mapping[str
     shapes, is_random = read_shapes(config.model, problems)
     problems += check_recipe(config, shapes)
     placement = place(config, hosts, problems)
-    if problems or shapes is None:
-        traced = [dataclasses.replace(p, origin=origin_of(dict(origins), p.where)) for p in problems]
-        raise ConfigError.from_problems(traced)
+    if earlier or problems or shapes is None:
+        wrong = {problem.where for problem in earlier}
+        found = [dataclasses.replace(p, origin=origin_of(dict(origins), p.where)) for p in problems]
+        raise ConfigError.from_problems([*earlier, *(p for p in found if p.where not in wrong)])
     served = _served_models(config, placement)
     return Plan(
         version=PLAN_VERSION,

@@ -427,3 +427,10 @@ def write(shell: CommandLine, name: str, text: str) -> None:
     path = shell.cwd / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+def test_problems_of_values_and_of_rules_are_told_together(tmp_path):
+    shell = CommandLine(tmp_path)
+    output = shell.run("plan", "optim.lr=-1", "+algo.group_sze=4", "schedule.num_train_steps=3", code=2)
+    for where in ("optim.lr", "algo.group_sze", "schedule.num_train_steps"):
+        assert where in output
