@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep together what shares a slow fixture: the contract suite (one real SGLang), and any other module."""
     for item in items:
