@@ -120,12 +120,12 @@ def test_from_a_prompt_file_to_samples(prompts_path, tokenizer):
             return collection, evaluation, server.seen[:20]
 
     collection, evaluation, seen = asyncio.run(run())
-    assert sorted(body["rid"] for body in seen) == sorted(f"run-{i}-{s}" for i in range(5) for s in range(4))
+    assert sorted(body["rid"] for body in seen) == sorted(f"run-{i}-{s}." for i in range(5) for s in range(4))
     samples = [sample for group in collection.groups for sample in to_samples(group)]
     assert [(s.prompt_index, s.sibling) for s in samples] == [(i, s) for i in range(5) for s in range(4)]
     seeds = {body["rid"]: body["sampling_params"]["sampling_seed"] for body in seen}
     for sample in samples:
-        is_right = seeds[f"run-{sample.prompt_index}-{sample.sibling}"] % 2 == 0
+        is_right = seeds[f"run-{sample.prompt_index}-{sample.sibling}."] % 2 == 0
         question, _, total = tokenizer.decode(sample.token_ids).removesuffix("<eos>").partition("=")
         assert sample.reward == float(is_right) == float(int(total) == 2 * int(question.partition("+")[0]))
         assert sample.weight_version == 3
@@ -136,17 +136,17 @@ def test_from_a_prompt_file_to_samples(prompts_path, tokenizer):
 
 
 async def refuse_siblings_0(body):
-    if body["rid"].split("-")[2] == "0":
+    if body["rid"].split("-")[2] == "0.":
         return web.json_response({"error": {"message": "out of memory"}}, status=500)
     return None
 
 
 async def talk_nonsense_to_siblings_0(body):
-    return web.Response(text="<html>") if body["rid"].split("-")[2] == "0" else None
+    return web.Response(text="<html>") if body["rid"].split("-")[2] == "0." else None
 
 
 async def hang_on_siblings_0(body):
-    if body["rid"].split("-")[2] == "0":
+    if body["rid"].split("-")[2] == "0.":
         await asyncio.sleep(3600)
 
 
