@@ -8,7 +8,7 @@ import sys
 import traceback
 
 from rlrecipes import __version__
-from rlrecipes.config.suggest import did_you_mean
+from rlrecipes.suggest import did_you_mean
 from rlrecipes.errors import Interrupted, RecipeError
 
 VERBS = {

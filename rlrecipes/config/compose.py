@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlrecipes.config.origins import Origins, read_origins
 from rlrecipes.config.schema import RunConfig
-from rlrecipes.config.suggest import did_you_mean
+from rlrecipes.suggest import did_you_mean
 from rlrecipes.config.validation import validate
 from rlrecipes.errors import ConfigError, Problem
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlrecipes.data.encoding import PromptEncoder
-from rlrecipes.data.order import compute_row_number
+from rlrecipes.data.order import RowStream
 from rlrecipes.data.rows import ProblemList, Row, RowKeys, build_rows, run_checked, to_field
 from rlrecipes.types import Prompt
 
@@ -21,7 +21,7 @@ class _PromptRow:
     metadata: Mapping[str, Any]
 
 
-class JsonlPromptSource:
+class JsonlPromptSource(RowStream[_PromptRow]):
     """Prompts of one file, epoch after epoch, each epoch in its own order.
 
     ``prompt(index)`` is a pure function of the file, the seed and the index, so that whoever keeps an index keeps the
@@ -51,8 +51,6 @@ class JsonlPromptSource:
         max_rows: int | None = None,
         name: str = "",
     ) -> None:
-        self._seed = seed
-        self._should_shuffle = should_shuffle
         self._name = name
         problems = ProblemList(Path(path))
         rows = build_rows(problems.path, problems)[:max_rows]
@@ -68,15 +66,8 @@ class JsonlPromptSource:
                 return None
             return _PromptRow(token_ids[row.line], texts[row.line], str(label), metadata)
 
-        self._rows = [converted for _, converted in run_checked(rows, convert, problems)]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the file: prompts of one epoch."""
-        return len(self._rows)
-
-    def __len__(self) -> int:
-        return self.num_rows
+        converted = [row for _, row in run_checked(rows, convert, problems)]
+        super().__init__(converted, seed=seed, should_shuffle=should_shuffle)
 
     def prompt(self, index: int) -> Prompt:
         """Prompt at a position of the endless stream.
@@ -84,7 +75,5 @@ class JsonlPromptSource:
         Args:
             index: 0 or more; ``index // num_rows`` is the epoch.
         """
-        row = self._rows[
-            compute_row_number(index, num_rows=self.num_rows, seed=self._seed, should_shuffle=self._should_shuffle)
-        ]
+        row = self.row(index)
         return Prompt(index, row.token_ids, row.text, row.label, row.metadata, self._name)

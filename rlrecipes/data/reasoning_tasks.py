@@ -7,7 +7,6 @@ files have to be written.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tempfile
@@ -23,6 +22,7 @@ import orjson
 
 from rlrecipes.data.rows import RowKeys
 from rlrecipes.errors import ConfigError, DataError
+from rlrecipes.suggest import did_you_mean
 
 _TRIES_PER_ROW = 50
 _WHERE = "data.tasks.datasets"
@@ -120,9 +120,7 @@ def _build_dataset(name: str, params: Mapping[str, Any], num_rows: int, seed: in
 
     where = f"{_WHERE}.{name}"
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, n=1)
-        fix = f"did you mean {near[0]!r}?" if near else "see the list of reasoning-gym"
-        raise ConfigError(where, f"reasoning-gym has no dataset {name!r}", fix)
+        raise ConfigError(where, f"reasoning-gym has no dataset {name!r}", did_you_mean(name, DATASETS))
     reserved = {"seed", "size"} & set(params)
     if reserved:
         fix = "set data.tasks.seed, num_train_rows and num_eval_rows instead"
@@ -170,9 +168,8 @@ def _fill(field_name: str, template: str, entry: Mapping[str, Any]) -> str:
 
     def value_of(match: re.Match[str]) -> str:
         if match[1] not in values:
-            near = difflib.get_close_matches(match[1], values, n=1)
-            fix = f"did you mean {near[0]!r}?" if near else f"this dataset has {', '.join(sorted(values))}"
-            raise ConfigError(f"data.tasks.{field_name}", f"names {match[0]}, which no task has", fix)
+            problem = f"names {match[0]}, which no task has"
+            raise ConfigError(f"data.tasks.{field_name}", problem, did_you_mean(match[1], values))
         return str(values[match[1]])
 
     return re.sub(r"{(\w+)}", value_of, template)

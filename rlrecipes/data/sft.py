@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlrecipes.data.encoding import PromptEncoder
-from rlrecipes.data.order import compute_row_number
+from rlrecipes.data.order import RowStream
 from rlrecipes.data.rows import ProblemList, Row, RowKeys, build_rows, run_checked, to_field
 from rlrecipes.errors import DataError
 from rlrecipes.types import Sample
 
 
-class SftSource:
+class SftSource(RowStream[tuple[tuple[int, ...], tuple[int, ...]]]):
     """Samples of one file, epoch after epoch, each epoch in its own order.
 
     The prompt is encoded exactly as for a rollout, the response by itself, and the end-of-sequence token follows: what
@@ -42,8 +42,6 @@ class SftSource:
         max_rows: int | None = None,
         max_sample_tokens: int,
     ) -> None:
-        self._seed = seed
-        self._should_shuffle = should_shuffle
         self._encoder = encoder
         self._max_sample_tokens = max_sample_tokens
         if encoder.tokenizer.eos_token_id is None:
@@ -58,7 +56,8 @@ class SftSource:
                 return None
             return self._join(prompt_ids[row.line], response, row.line, problems)
 
-        self._rows = [converted for _, converted in run_checked(rows, convert, problems)]
+        converted = [row for _, row in run_checked(rows, convert, problems)]
+        super().__init__(converted, seed=seed, should_shuffle=should_shuffle)
 
     def _join(
         self, prompt_ids: tuple[int, ...], response: str, line: int, problems: ProblemList
@@ -76,23 +75,13 @@ class SftSource:
             return None
         return prompt_ids, response_ids
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the file: samples of one epoch."""
-        return len(self._rows)
-
-    def __len__(self) -> int:
-        return self.num_rows
-
     def sample(self, index: int) -> Sample:
         """Sample at a position of the endless stream.
 
         Args:
             index: 0 or more; ``index // num_rows`` is the epoch.
         """
-        prompt_ids, response_ids = self._rows[
-            compute_row_number(index, num_rows=self.num_rows, seed=self._seed, should_shuffle=self._should_shuffle)
-        ]
+        prompt_ids, response_ids = self.row(index)
         return Sample(
             token_ids=prompt_ids + response_ids,
             loss_mask=(False,) * len(prompt_ids) + (True,) * len(response_ids),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
+from rlrecipes.algos.advantages import compute_zero_variance
 from rlrecipes.errors import ConfigError
 from rlrecipes.rollout.groups import is_answered
+from rlrecipes.suggest import did_you_mean
 from rlrecipes.types import Group
 
 type Filter = Callable[[Group], tuple[bool, str]]
@@ -15,7 +18,9 @@ type Filter = Callable[[Group], tuple[bool, str]]
 
 def has_zero_variance(group: Group) -> bool:
     """Whether all answered rollouts of a group have the same reward, so that their advantages are all zero."""
-    return len({rollout.reward for rollout in group.rollouts if is_answered(rollout)}) < 2
+    rewards = [rollout.reward for rollout in group.rollouts if is_answered(rollout)]
+    group_ids = torch.zeros(len(rewards), dtype=torch.int64)
+    return bool(compute_zero_variance(rewards=torch.tensor(rewards, dtype=torch.float64), group_ids=group_ids).all())
 
 
 def keep_nonzero_variance(group: Group) -> tuple[bool, str]:
@@ -35,7 +40,5 @@ def build_filters(names: Sequence[str]) -> tuple[Filter, ...]:
     """
     for name in names:
         if name not in FILTERS:
-            near = difflib.get_close_matches(name, FILTERS, n=1)
-            fix = f"did you mean {near[0]!r}?" if near else "use one of: " + ", ".join(FILTERS)
-            raise ConfigError("rollout.filters", f"there is no filter {name!r}", fix)
+            raise ConfigError("rollout.filters", f"there is no filter {name!r}", did_you_mean(name, FILTERS))
     return tuple(FILTERS[name] for name in names)

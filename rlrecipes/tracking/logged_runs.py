@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlrecipes.errors import InputError, RecipeError, RunError
+from rlrecipes.suggest import did_you_mean
 from rlrecipes.tracking.curves import choose_headlines
 from rlrecipes.tracking.log import MetricRecord
 from rlrecipes.tracking.upload_state import redact
@@ -77,7 +77,9 @@ def load_runs(
 def _search(client: Any, experiment: str | None) -> list[Any]:
     experiments = {e.name: e.experiment_id for e in client.search_experiments()}
     if experiment is not None and experiment not in experiments:
-        raise InputError("experiment", f"MLflow has no experiment '{experiment}'", _suggest(experiment, experiments))
+        raise InputError(
+            "experiment", f"MLflow has no experiment '{experiment}'", did_you_mean(experiment, experiments)
+        )
     ids = list(experiments.values()) if experiment is None else [experiments[experiment]]
     return list(client.search_runs(ids, max_results=_MAX_RUNS, order_by=["attributes.start_time ASC"]))
 
@@ -92,7 +94,7 @@ def _choose_runs(runs: list[Any], names: Sequence[str]) -> list[Any]:
         matching = [run for run in runs if name in (run.info.run_id, run.info.run_name)]
         if not matching:
             known = [run.info.run_name for run in runs] + [run.info.run_id for run in runs]
-            raise InputError("runs", f"MLflow has no run '{name}'", _suggest(name, known))
+            raise InputError("runs", f"MLflow has no run '{name}'", did_you_mean(name, known))
         chosen.update({run.info.run_id: run for run in matching})
     return list(chosen.values())
 
@@ -103,16 +105,8 @@ def _choose_metrics(runs: list[Any], metrics: Sequence[str] | None) -> list[str]
         return choose_headlines(logged)
     for name in metrics:
         if name not in logged:
-            raise InputError("metrics", f"none of these runs logged '{name}'", _suggest(name, logged))
+            raise InputError("metrics", f"none of these runs logged '{name}'", did_you_mean(name, logged))
     return list(metrics)
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    known = list(dict.fromkeys(known))
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    if near:
-        return "did you mean " + " or ".join(f"'{n}'" for n in near) + "?"
-    return "known are: " + (", ".join(known[:20]) or "none")
 
 
 def _to_logged_run(client: Any, run: Any, metrics: Sequence[str]) -> LoggedRun:

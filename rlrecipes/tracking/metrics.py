@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
 from rlrecipes.errors import ContractError
+from rlrecipes.suggest import nearest
 from rlrecipes.tracking.catalog import CATALOG, Metric
 
 __all__ = ["CATALOG", "Metric", "check_metrics", "find_metric", "render_docs"]
@@ -85,11 +85,11 @@ def _to_float(name: str, value: Any) -> float:
 def _suggest(name: str) -> str:
     segments = name.split("/")
     known = [_fill(metric.name, segments) for metric in iterate_metrics()]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if not near:
-        near = difflib.get_close_matches(segments[-1], [k.split("/")[-1] for k in known], n=1, cutoff=0.8)
-        near = [k for k in known if near and k.split("/")[-1] == near[0]]
-    hint = f"did you mean '{near[0]}'?" if near else f"nothing is near '{name}'; docs/metrics.md lists all names"
+    near = nearest(name, known)
+    if near is None:
+        leaf = nearest(segments[-1], [k.split("/")[-1] for k in known], cutoff=0.8)
+        near = next((k for k in known if k.split("/")[-1] == leaf), None)
+    hint = f"did you mean {near!r}?" if near else f"nothing is near {name!r}; docs/metrics.md lists all names"
     return f"{hint} A new metric starts with its line in rlrecipes/tracking/catalog.py"
 
 

@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from rlrecipes.config.suggest import did_you_mean
+from rlrecipes.suggest import did_you_mean
 from rlrecipes.engines.megatron.attention import PackedAttention
 from rlrecipes.errors import ConfigError, Problem
 from rlrecipes.plan.nodes import ModelNode, TrainerNode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import socket
@@ -150,6 +151,8 @@ def _leave_process_group() -> None:
         parallel_state.destroy_model_parallel()
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+    # A rank's objects refer to one another; gloo keeps dozens of threads that poll until its groups are freed.
+    gc.collect()
 
 
 class RankGroup:
