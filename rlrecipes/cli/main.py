@@ -8,8 +8,8 @@ import sys
 import traceback
 
 from rlrecipes import __version__
-from rlrecipes.suggest import did_you_mean
 from rlrecipes.errors import Interrupted, RecipeError
+from rlrecipes.suggest import did_you_mean
 
 VERBS = {
     "train": "run a recipe, resuming when its run directory holds a checkpoint",

@@ -32,9 +32,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlrecipes.config.origins import Origins, read_origins
 from rlrecipes.config.schema import RunConfig
-from rlrecipes.suggest import did_you_mean
 from rlrecipes.config.validation import validate
 from rlrecipes.errors import ConfigError, Problem
+from rlrecipes.suggest import did_you_mean
 
 CONFIG_MODULE = "rlrecipes.conf"
 _CONF_DIR = Path(__file__).parent.parent / "conf"

@@ -13,8 +13,8 @@ from pydantic_core import ErrorDetails
 
 from rlrecipes.config.origins import Origins, origin_of
 from rlrecipes.config.schema import RunConfig, Section
-from rlrecipes.suggest import did_you_mean, nearest
 from rlrecipes.errors import Problem
+from rlrecipes.suggest import did_you_mean, nearest
 
 _UNSET = "???"
 

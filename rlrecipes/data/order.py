@@ -1,4 +1,4 @@
-"""The order in which rows are asked, epoch after epoch. Owns the permutation and the endless stream; keeps no cursor."""
+"""The order in which rows are asked, epoch after epoch. Owns the permutation and the stream; keeps no cursor."""
 
 from __future__ import annotations
 

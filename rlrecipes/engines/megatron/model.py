@@ -17,10 +17,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from rlrecipes.suggest import did_you_mean
 from rlrecipes.engines.megatron.attention import PackedAttention
 from rlrecipes.errors import ConfigError, Problem
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
+from rlrecipes.suggest import did_you_mean
 
 _VOCABULARY_MULTIPLE = 128
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
