@@ -33,7 +33,7 @@ check: $(STAMP) ## lint, types, import rules, spelling
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/codespell rlrecipes conf docs benchmarks README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/codespell rlrecipes conf docs benchmarks tools README.md CONTRIBUTING.md CHANGELOG.md
 
 fmt: $(STAMP) ## format the code
 	$(BIN)/ruff format .
@@ -48,6 +48,12 @@ trl: $(TRL_STAMP) ## make .venv-trl, which benchmarks/grpo_speed.py runs against
 docs: $(STAMP) ## write the generated pages of docs/
 	$(BIN)/python -m rlrecipes.tracking.metrics > docs/metrics.md
 	$(BIN)/python -m rlrecipes.config.reference > docs/config.md
+
+inventory: $(STAMP) $(SGLANG_STAMP) ## write the options of the pinned engines anew, after a change of versions
+	for name in router megatron embedded reasoning_gym; do \
+	  $(BIN)/python -W ignore tools/inventory.py $$name > rlrecipes/plan/inventories/$$name.json || exit 1; done
+	CUDA_VISIBLE_DEVICES= SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=rlrecipes/engines/sglang/standins \
+	  $(SGLANG)/bin/python -W ignore tools/inventory.py sglang > rlrecipes/plan/inventories/sglang.json
 
 lock: $(STAMP) ## resolve requirements/*.in anew
 	cd requirements && for pair in dev.in:lock.txt sglang-cpu.in:sglang-cpu.txt trl.in:trl.txt; do \
@@ -73,4 +79,4 @@ $(TRL_STAMP): requirements/trl.txt $(STAMP)
 	$(UV) pip install -q --python $(TRL)/bin/python --no-deps --require-hashes -r requirements/trl.txt
 	@touch $@
 
-.PHONY: help quickstart test test-full check fmt setup sglang trl docs lock
+.PHONY: help quickstart test test-full check fmt setup sglang trl docs inventory lock

@@ -33,6 +33,8 @@ def run_and_tell(plan: Plan) -> None:
         plan: the Plan.
     """
     print(f"{plan.name}: plan {plan.hash}, run directory {plan.run_dir}", flush=True)
+    for note in plan.notes:
+        print(f"  note: {note}", flush=True)
     from rlrecipes.runner.run import run_plan
 
     result = run_plan(plan)

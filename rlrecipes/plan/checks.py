@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rlrecipes.config.schema import GrpoConfig, ModelShapes, RunConfig
 from rlrecipes.errors import Problem
-from rlrecipes.plan.commands import check_native
 
 _ENGINE_MARGIN_TOKENS = 8
 """SGLang ends an answer 2 tokens before the context is full, and takes no prompt that leaves fewer than 7 there."""
@@ -107,13 +106,10 @@ def _topology(config: RunConfig) -> Iterator[Problem]:
         where = f"topology.served_models.{name}"
         if not model.is_updated:
             yield Problem(f"{where}.is_updated", "is false for the model being trained", "set it true")
-        check: list[Problem] = []
-        check_native(f"{where}.router", model.router, True, check)
         if not model.server_groups:
             yield Problem(f"{where}.server_groups", "is empty", "give at least one group of engines")
         for group_name, group in model.server_groups.items():
             inside = f"{where}.server_groups.{group_name}"
-            check_native(f"{inside}.sglang", group.sglang, False, check)
             if group.engine == "embedded" and topology.device != "cpu":
                 yield Problem(f"{inside}.engine", "the embedded engine runs on CPU only", "use engine=sglang")
             if group.engine == "embedded" and group.gpus_per_engine > 1:
@@ -121,7 +117,6 @@ def _topology(config: RunConfig) -> Iterator[Problem]:
             if group.python is not None and not Path(group.python).is_file():
                 fix = "name an interpreter; `make sglang` makes .venv-sglang/bin/python"
                 yield Problem(f"{inside}.python", f"{group.python} does not exist", fix)
-        yield from check
 
 
 def _weight_sync(config: RunConfig) -> Iterator[Problem]:

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlrecipes.config.schema import NativeOptions, RunConfig, ServerGroupConfig
-from rlrecipes.errors import Problem
 
-_OWNED = {"model_path", "host", "dtype", "tp_size", "tensor_parallel_size", "skip_tokenizer_init"}
-"""Server options the Plan decides; a recipe that sets one would contradict it."""
-_OWNED_BY_ROUTER = {"host", "worker_urls"}
 _HOST = "127.0.0.1"
 
 
@@ -27,25 +23,6 @@ def to_flags(native: NativeOptions) -> Iterator[str]:
             yield from (flag, *(str(item) for item in value))
         elif value is not None and value is not False:
             yield from (flag, str(value))
-
-
-def check_native(where: str, native: NativeOptions, is_router: bool, problems: list[Problem]) -> None:
-    """Refuse options that the Plan decides.
-
-    Args:
-        where: dotted path of the section.
-        native: the section.
-        is_router: whether it is a router's.
-        problems: what is wrong is appended.
-    """
-    for name in native:
-        if name.replace("-", "_") in (_OWNED_BY_ROUTER if is_router else _OWNED):
-            problems.append(Problem(f"{where}.{name}", "is decided by the Plan", "remove it"))
-    port = native.get("port")
-    if port is not None and not (type(port) is int and 0 < port < 65536):
-        problems.append(
-            Problem(f"{where}.port", f"is {port!r}", "use a free port below 65536, or none to have one found")
-        )
 
 
 def to_engine_command(group: ServerGroupConfig, config: RunConfig, number: int, index: int) -> tuple[str, ...]:

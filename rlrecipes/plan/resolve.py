@@ -13,6 +13,7 @@ from rlrecipes.plan.checks import check_recipe
 from rlrecipes.plan.commands import to_engine_command, to_engine_env, to_router_command
 from rlrecipes.plan.difference import flatten
 from rlrecipes.plan.facts import compute_flops_per_token, compute_num_parameters, read_shapes
+from rlrecipes.plan.native import judge_native
 from rlrecipes.plan.nodes import (
     PLAN_VERSION,
     BatchNode,
@@ -46,6 +47,8 @@ def resolve(
     problems: list[Problem] = []
     shapes, is_random = read_shapes(config.model, problems)
     problems += check_recipe(config, shapes)
+    native = judge_native(config)
+    problems += native.problems
     placement = place(config, hosts, problems)
     if earlier or problems or shapes is None:
         wrong = {problem.where for problem in earlier}
@@ -73,7 +76,7 @@ def resolve(
         rollout=config.rollout,
         schedule=config.schedule,
         tracking=config.tracking,
-        notes=tuple(_notes(config)),
+        notes=(*_notes(config), *native.notes),
         changes=_changes(config, dict(origins)),
         provenance=dict(origins),
     )

@@ -53,8 +53,8 @@ def _positive(text: str) -> int:
     return value
 
 
-def parse_arguments(argv: Sequence[str]) -> ServerArguments:
-    """Read the command line; an unknown flag or value ends the process with code 2 and one line."""
+def build_parser() -> argparse.ArgumentParser:
+    """The flags and what they take; tools/inventory.py reads them for the Plan."""
     parser = argparse.ArgumentParser(prog="rlrecipes.engines.embedded.server", allow_abbrev=False)
     add = parser.add_argument
     add("--model-path", "--model", type=Path, required=True)
@@ -74,7 +74,12 @@ def parse_arguments(argv: Sequence[str]) -> ServerArguments:
     add("--log-level", choices=("critical", "error", "warning", "info", "debug"), default="warning")
     add("--device", choices=("cpu",), default="cpu")
     add("--tp-size", "--tensor-parallel-size", "--tp", type=int, choices=(1,), default=1)
-    values = parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str]) -> ServerArguments:
+    """Read the command line; an unknown flag or value ends the process with code 2 and one line."""
+    values = build_parser().parse_args(argv)
     return ServerArguments(
         model_path=values.model_path,
         host=values.host,

@@ -1,0 +1,234 @@
+"""Options under other packages' own names, held against their inventories. Owns which of them the recipe decides.
+
+Judged are `sglang:`, `router:` and `megatron:` sections and the parameters of reasoning-gym's datasets. Where another
+version is installed than an inventory was read from, what the inventory does not know is told as a note and left to
+that version; options that the recipe decides are refused all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlrecipes.config.schema import RunConfig, ServerGroupConfig
+from rlrecipes.errors import Problem
+from rlrecipes.plan.inventory import Inventory, InventoryName, Option, load_inventory, read_installed_version
+from rlrecipes.suggest import did_you_mean
+
+type Owned = Mapping[str, str]
+"""Option -> what to do instead of setting it."""
+
+_LAYOUT = "remove it: the trainer is laid out by parallel.* alone, over TP, PP and DP"
+_FAMILY = "remove it: model.family decides it"
+_FIXED = "remove it: the trainer is built on it"
+
+SERVER_OWNED: Owned = {
+    "model_path": "set model.path, or path of the served model",
+    "dtype": "set model.dtype",
+    "device": "set topology.device",
+    "random_seed": "set seed",
+    "host": "remove it: engines listen where their router asks",
+    "skip_tokenizer_init": "remove it: an engine keeps its tokenizer",
+    "config": "remove it, and write the options of that file here",
+}
+"""Options of a server; ``tp_size`` and ``enable_deterministic_inference`` join them with the group's path."""
+
+ROUTER_OWNED: Owned = {
+    "worker_urls": "set server_groups of the served model",
+    "request_timeout_secs": "set rollout.request_timeout_s",
+    "host": "remove it: the router listens where the run asks",
+}
+
+MEGATRON_OWNED: Owned = {
+    **{
+        name: f"set model.shapes.{name}"
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "qk_layernorm",
+            "add_qkv_bias",
+        )
+    },
+    "layernorm_epsilon": "set model.shapes.norm_epsilon",
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "set model.dtype"),
+    **dict.fromkeys(("normalization", "gated_linear_unit", "activation_func", "add_bias_linear"), _FAMILY),
+    **{
+        name: f"set parallel.{name}"
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel")
+    },
+    **dict.fromkeys(
+        (
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+        ),
+        _LAYOUT,
+    ),
+    **dict.fromkeys(("variable_seq_lengths", "moe_token_dispatcher_type", "calculate_per_token_loss"), _FIXED),
+    **{
+        name: f"set optim.{name}"
+        for name in ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+    },
+    "use_distributed_optimizer": _FIXED,
+}
+_TASK_OWNED: Owned = {
+    "seed": "set data.tasks.seed",
+    "size": "set data.tasks.num_train_rows and num_eval_rows",
+}
+
+
+@dataclass(slots=True)
+class NativeJudgement:
+    """What was found in the native sections of a recipe.
+
+    Attributes:
+        problems: that refuse it.
+        notes: that a reader should know.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    where: str
+    native: Mapping[str, Any]
+    inventory: InventoryName
+    group: str
+    owned: Owned
+    program: str
+    python: str | None = None
+    is_command_line: bool = True
+
+
+def judge_native(config: RunConfig) -> NativeJudgement:
+    """Hold every native section of a recipe against its inventory.
+
+    Args:
+        config: the recipe.
+    """
+    judgement = NativeJudgement()
+    noted: set[str] = set()
+    for section in _sections(config):
+        if not section.native:
+            continue
+        inventory = load_inventory(section.inventory)
+        judgement.problems += _owned(section, inventory)
+        unknown = [*_judge(section, inventory)]
+        note = _version_note(section, inventory)
+        if note is None:
+            judgement.problems += unknown
+            continue
+        if note not in noted:
+            judgement.notes.append(note)
+            noted.add(note)
+        judgement.notes += [f"{problem.where} {problem.problem}; passed on unjudged" for problem in unknown]
+    if config.data.tasks is not None:
+        known = load_inventory("reasoning_gym")
+        for name in config.data.tasks.datasets:
+            if name not in known.groups and _version_note(_task(name, {}), known) is None:
+                where, problem = f"data.tasks.datasets.{name}", f"reasoning-gym has no dataset {name!r}"
+                judgement.problems.append(Problem(where, problem, did_you_mean(name, known.groups)))
+    return judgement
+
+
+def _sections(config: RunConfig) -> Iterator[_Section]:
+    for name, model in config.topology.served_models.items():
+        where = f"topology.served_models.{name}"
+        yield _Section(f"{where}.router", model.router, "router", "RouterArgs", ROUTER_OWNED, "sglang-router")
+        for group_name, group in model.server_groups.items():
+            yield _server(f"{where}.server_groups.{group_name}", group, config)
+    megatron = config.parallel.megatron
+    where = "parallel.megatron"
+    yield _Section(
+        where, megatron, "megatron", "TransformerConfig", MEGATRON_OWNED, "TransformerConfig", is_command_line=False
+    )
+    if config.data.tasks is not None:
+        known = load_inventory("reasoning_gym").groups
+        yield from (_task(name, params) for name, params in config.data.tasks.datasets.items() if name in known)
+
+
+def _server(where: str, group: ServerGroupConfig, config: RunConfig) -> _Section:
+    owned = {**SERVER_OWNED, "tp_size": f"set {where}.gpus_per_engine"}
+    if config.deterministic:
+        owned["enable_deterministic_inference"] = "remove it: deterministic=true sets it"
+    if group.engine == "embedded":
+        return _Section(
+            f"{where}.sglang", group.sglang, "embedded", "ServerArguments", owned, "the embedded engine", group.python
+        )
+    return _Section(f"{where}.sglang", group.sglang, "sglang", "ServerArgs", owned, "SGLang", group.python)
+
+
+def _task(name: str, params: Mapping[str, Any]) -> _Section:
+    where = f"data.tasks.datasets.{name}"
+    return _Section(where, params, "reasoning_gym", name, _TASK_OWNED, name, is_command_line=False)
+
+
+def _owned(section: _Section, inventory: Inventory) -> Iterator[Problem]:
+    for name in section.native:
+        fix = section.owned.get(_first_name(name, inventory))
+        if fix is not None:
+            yield Problem(f"{section.where}.{name}", "is decided elsewhere in the recipe or by the Plan", fix)
+
+
+def _first_name(name: str, inventory: Inventory) -> str:
+    plain = name.replace("-", "_")
+    return inventory.aliases.get(plain, plain)
+
+
+def _judge(section: _Section, inventory: Inventory) -> Iterator[Problem]:
+    options = inventory.groups[section.group]
+    for name, value in section.native.items():
+        where = f"{section.where}.{name}"
+        if _first_name(name, inventory) in section.owned:
+            continue
+        if name not in options:
+            yield Problem(where, f"is no option of {section.program}", _where_else(name, section, inventory))
+            continue
+        found = options[name].find_problem(value) or (
+            _unsayable(name, value, options) if section.is_command_line else None
+        )
+        if found is not None:
+            yield Problem(where, *found)
+        elif name == "port" and value is not None and not 0 < value < 65536:
+            yield Problem(where, f"is {value}", "use a free port below 65536, or none to have one found")
+
+
+def _unsayable(name: str, value: Any, options: Mapping[str, Option]) -> tuple[str, str] | None:
+    """A flag that is on unless its own negation is given: leaving the flag out would not say false."""
+    negation = f"no_{name}"
+    default = options[name].default
+    if value is not False or default is False or (default is None and negation not in options):
+        return None
+    fix = f"write {negation}: true" if negation in options else "remove it"
+    return "is false, which no flag of that name can say", fix
+
+
+def _where_else(name: str, section: _Section, inventory: Inventory) -> str:
+    options = inventory.groups[section.group]
+    allowed = [option for option in options if _first_name(option, inventory) not in section.owned]
+    if section.inventory == "embedded" and name in load_inventory("sglang").groups["ServerArgs"]:
+        return f"remove it, or use engine=sglang, which has it; allowed: {', '.join(allowed)}"
+    other = next((group for group, names in inventory.groups.items() if name in names), None)
+    if section.inventory == "megatron" and other is not None:
+        return f"remove it: it is a field of {other}, which this section does not reach"
+    return did_you_mean(name, allowed)
+
+
+def _version_note(section: _Section, inventory: Inventory) -> str | None:
+    if inventory.package is None:
+        return None
+    installed = read_installed_version(inventory.package, section.python)
+    if installed in (None, inventory.version):
+        return None
+    return (
+        f"{inventory.package} {installed} is installed, but its options are known as of {inventory.version}: "
+        "what is unknown or of another type there is passed on unjudged"
+    )
