@@ -15,8 +15,16 @@ from rlrecipes.rewards.verifiers import RewardResult, Verifier
 from rlrecipes.types import Rollout
 
 
+def run_import() -> None:
+    """Import reasoning-gym, which takes about 4 s, so that no rollout's time includes it."""
+    with warnings.catch_warnings():
+        # One of its dependencies makes Python warn about its syntax, the first time it is compiled.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym  # noqa: F401
+
+
 @lru_cache
-def _score_function(dataset: str) -> Callable[..., float]:
+def _load_task_verifier(dataset: str) -> Callable[..., float]:
     from reasoning_gym import get_score_answer_fn
 
     return cast("Callable[..., float]", get_score_answer_fn(dataset))
@@ -27,30 +35,24 @@ def build_reasoning_gym_verifier(
 ) -> Verifier:
     """Build a verifier that asks the task's own.
 
-    Importing reasoning-gym takes about 4 s; it happens here, so that no rollout's time includes it.
-
     Args:
         extraction: where the answer stands in the response.
         marker: for ``after_marker``.
-        should_give_partial: False counts only a full score (1.0). Many tasks give a part of it for a text that merely
+        should_give_partial: False counts only a full reward (1.0). Many tasks give a part of it for a text that merely
             contains the answer, or even for a wrong one in the right form, which a policy learns to exploit.
 
     Raises:
         ConfigError: a bad option.
     """
     check_extraction(extraction, marker)
-    with warnings.catch_warnings():
-        # One of its dependencies makes Python warn about its syntax, the first time it is compiled.
-        warnings.simplefilter("ignore", SyntaxWarning)
-        import reasoning_gym  # noqa: F401
 
     def verify(rollout: Rollout) -> RewardResult:
         metadata: Any = rollout.prompt.metadata
         if "dataset" not in metadata or "entry" not in metadata:
             raise ValueError("the prompt's metadata lacks dataset and entry, which data.tasks writes")
         answer = extract_answer(rollout.text, extraction=extraction, marker=marker)
-        score = float(_score_function(metadata["dataset"])(answer, metadata["entry"]))
-        value = score if should_give_partial else float(score >= 1.0)
-        return RewardResult(value, {"task_score": score})
+        full = float(_load_task_verifier(metadata["dataset"])(answer, metadata["entry"]))
+        value = full if should_give_partial else float(full >= 1.0)
+        return RewardResult(value, {"task_reward": full})
 
     return verify

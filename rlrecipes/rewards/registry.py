@@ -1,31 +1,60 @@
-"""Rewards by name. Owns the table of verifiers and the check of options before a run starts."""
+"""Rewards by name. Owns the table of verifiers and the check of names and options before a run starts."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
-import os
-import re
-import sys
+import typing
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError, create_model
+
+from rlrecipes.config.schema import Section
+from rlrecipes.config.validation import to_problems
 from rlrecipes.errors import ConfigError, Problem
 from rlrecipes.rewards.choices import build_choice_verifier
+from rlrecipes.rewards.custom import check_custom, load_custom
 from rlrecipes.rewards.math_answers import build_math_verifier
-from rlrecipes.rewards.reasoning_gym import build_reasoning_gym_verifier
-from rlrecipes.rewards.scoring import VerifierReward
+from rlrecipes.rewards.reasoning_gym import build_reasoning_gym_verifier, run_import
+from rlrecipes.rewards.verifier_reward import VerifierReward
 from rlrecipes.rewards.verifiers import Verifier
+from rlrecipes.suggest import did_you_mean
 
 VERIFIERS: Mapping[str, Callable[..., Verifier]] = {
     "reasoning_gym": build_reasoning_gym_verifier,
     "math": build_math_verifier,
     "choice": build_choice_verifier,
 }
-"""Name -> function that builds the verifier from its options."""
+"""Name -> function that builds the verifier from its options; cheap, so that a Plan can be told what it refuses."""
 
-_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_IMPORTS: Mapping[str, Callable[[], None]] = {"reasoning_gym": run_import}
+"""What is slow to import before the first rollout, which would otherwise wait for it."""
+
+
+def check_reward(name: str, options: Mapping[str, Any]) -> list[Problem]:
+    """Judge a recipe's choice without importing a task's package or running anybody's code.
+
+    Args:
+        name: one of ``VERIFIERS``, or ``module:function`` of your own.
+        options: keyword arguments of the verifier.
+    """
+    if ":" in name:
+        return check_custom(name, options)
+    if name not in VERIFIERS:
+        problem = f"there is no verifier {name!r}"
+        return [Problem("reward.name", problem, did_you_mean(name, [*VERIFIERS, "module:function"]))]
+    build = VERIFIERS[name]
+    model = _to_section(f"{name} reward", build)
+    try:
+        model.model_validate(options)
+        build(**options)
+    except ValidationError as error:
+        found = to_problems(error, options, {}, model)
+        return [replace(problem, where=f"reward.options.{problem.where}") for problem in found]
+    except ConfigError as error:
+        return list(error.problems)
+    return []
 
 
 def build_reward(name: str, *, timeout_s: float, options: Mapping[str, Any]) -> VerifierReward:
@@ -40,74 +69,20 @@ def build_reward(name: str, *, timeout_s: float, options: Mapping[str, Any]) -> 
     Raises:
         ConfigError: unknown name or options, a function that cannot be imported or does not fit.
     """
-    if ":" in name:
-        return VerifierReward(_load_custom(name, options), name=name, timeout_s=timeout_s)
-    if name not in VERIFIERS:
-        problem = f"there is no verifier {name!r}"
-        raise ConfigError("reward.name", problem, _suggest(name, [*VERIFIERS, "module:function"]))
-    build = VERIFIERS[name]
-    _check_options(options, list(inspect.signature(build).parameters))
-    return VerifierReward(build(**options), name=name, timeout_s=timeout_s)
-
-
-def _load_custom(path: str, options: Mapping[str, Any]) -> Verifier:
-    where = "reward.name"
-    if not _IMPORT_PATH.fullmatch(path):
-        raise ConfigError(where, f"{path!r} is not an import path", "write package.module:function")
-    module_name, _, function_name = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # where a user's module lies; a console script does not look there
-    try:
-        module = importlib.import_module(module_name)
-    # The module is a user's: importing it may raise anything, and all of it means that it cannot be imported.
-    except Exception as error:
-        problem = f"{module_name!r} cannot be imported: {type(error).__name__}: {error}"
-        raise ConfigError(where, problem, "check the spelling, and that it is on PYTHONPATH") from error
-    verify = getattr(module, function_name, None)
-    if not callable(verify):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise ConfigError(
-            where, f"{module_name!r} has no function {function_name!r}", _suggest(function_name, functions)
-        )
-    _check_signature(path, verify, options)
-    return _bind(verify, options)
-
-
-def _bind(verify: Callable[..., Any], options: Mapping[str, Any]) -> Verifier:
-    if inspect.iscoroutinefunction(verify):
-
-        async def verify_async(rollout: Any) -> Any:
-            return await verify(rollout, **options)
-
-        return verify_async
-    return lambda rollout: verify(rollout, **options)
-
-
-def _check_signature(path: str, verify: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(verify).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
-    if not positional:
-        problem = f"{path} takes no positional argument for the rollout"
-        raise ConfigError("reward.name", problem, "define it as verify(rollout, *, your_option=...)")
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        _check_options(options, [p.name for p in parameters if p is not positional[0]])
-    try:
-        inspect.signature(verify).bind(None, **options)
-    except TypeError as error:
-        fix = "give it in reward.options, or give the parameter a default"
-        raise ConfigError("reward.options", f"{path}: {error}", fix) from error
-
-
-def _check_options(options: Mapping[str, Any], known: list[str]) -> None:
-    problems = [
-        Problem(f"reward.options.{name}", f"there is no option {name!r}", _suggest(name, known))
-        for name in options
-        if name not in known
-    ]
+    problems = check_reward(name, options)
     if problems:
         raise ConfigError.from_problems(problems)
+    verify = load_custom(name, options) if ":" in name else VERIFIERS[name](**options)
+    if name in _IMPORTS:
+        _IMPORTS[name]()
+    return VerifierReward(verify, name=name, timeout_s=timeout_s)
 
 
-def _suggest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else "use one of: " + (", ".join(known) or "(none)")
+def _to_section(title: str, build: Callable[..., Verifier]) -> type[Section]:
+    """The options of a verifier as a section of a recipe: closed, and as strict about types."""
+    hints = typing.get_type_hints(build)
+    fields: dict[str, Any] = {
+        parameter.name: (hints[parameter.name], ... if parameter.default is parameter.empty else parameter.default)
+        for parameter in inspect.signature(build).parameters.values()
+    }
+    return create_model(title, __base__=Section, **fields)

@@ -333,7 +333,7 @@ class TestRefusedWhenInputsAreRead:
         ("name", "expected"),
         [
             ("maths", "did you mean 'math'?"),
-            ("no_such_module:verify", "cannot be imported: ModuleNotFoundError"),
+            ("no_such_module:verify", "there is no module 'no_such_module'"),
             ("letters:count_vowel", "did you mean 'count_vowels'?"),
             ("wrong:no_rollout", "takes no positional argument for the rollout"),
             ("wrong:needs_more", "give it in reward.options"),
@@ -342,7 +342,7 @@ class TestRefusedWhenInputsAreRead:
     )
     def test_a_reward_that_is_none(self, warm, shell, recipe, name, expected):
         write(shell, "wrong.py", "def no_rollout(*, a=1): ...\ndef needs_more(rollout, *, threshold): ...\n")
-        write(shell, "broken.py", "1 / 0\n")
+        write(shell, "broken.py", "def verify(rollout): ...\n1 / 0\n")
         assert expected in self.refuse(warm, shell, "eval", *recipe, f"reward.name={name}")
 
     def test_a_malformed_line_of_the_training_file(self, warm, shell, recipe):

@@ -24,7 +24,7 @@ number = 3
 @pytest.fixture(autouse=True)
 def my_module(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(CUSTOM)
-    (tmp_path / "my_broken_rewards.py").write_text("raise RuntimeError('sorry')")
+    (tmp_path / "my_broken_rewards.py").write_text("def x(rollout):\n    return 0\n\nraise RuntimeError('sorry')")
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("my_rewards", None)
@@ -54,13 +54,13 @@ def test_rewards_are_built_by_name(name, options, text, expected):
     ("name", "options", "where", "message"),
     [
         ("maths", {}, "reward.name", "did you mean 'math'?"),
-        ("zzz", {}, "reward.name", "use one of: reasoning_gym, math, choice, module:function"),
+        ("zzz", {}, "reward.name", "allowed: choice, math, module:function, reasoning_gym"),
         ("math", {"extracton": "whole"}, "reward.options.extracton", "did you mean 'extraction'?"),
-        ("math", {"extraction": "boxed"}, "reward.options.extraction", "use whole, after_marker, last_boxed"),
+        ("math", {"extraction": "boxed"}, "reward.options.extraction", "did you mean 'last_boxed'?"),
         ("math", {"extraction": "after_marker"}, "reward.options.marker", "needs a marker"),
         ("reasoning_gym", {"marke": "x"}, "reward.options.marke", "did you mean 'marker'?"),
         ("choice", {"letters": "abc"}, "reward.options.letters", "upper-case"),
-        ("my_reward:plain", {}, "reward.name", "No module named 'my_reward'"),
+        ("my_reward:plain", {}, "reward.name", "there is no module 'my_reward'"),
         ("my_broken_rewards:x", {}, "reward.name", "RuntimeError: sorry"),
         ("my_rewards:plan", {}, "reward.name", "did you mean 'plain'?"),
         ("my_rewards:number", {}, "reward.name", "has no function 'number'"),

@@ -105,7 +105,7 @@ def test_reasoning_gym_judges_its_own_tasks():
     # The task's own score of a text that merely contains the answer: its share of the length.
     wordy = answer("2 or 3", metadata=metadata)
     assert strict(wordy).value == 0.0
-    assert partial(wordy).value == strict(wordy).parts["task_score"] == pytest.approx(1 / 6)
+    assert partial(wordy).value == strict(wordy).parts["task_reward"] == pytest.approx(1 / 6)
     marked = build_reasoning_gym_verifier(extraction="after_marker", marker="=")
     assert marked(answer("1+2=3", metadata=metadata)).value == 1.0
     assert marked(answer("3", metadata=metadata)).value == 0.0

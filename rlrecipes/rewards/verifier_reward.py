@@ -18,7 +18,7 @@ from rlrecipes.types import Group, Rollout, RolloutStatus
 
 
 class VerifierReward:
-    """Scores groups, rollout by rollout.
+    """Gives groups their rewards, rollout by rollout.
 
     Args:
         verify: judges one rollout.
@@ -40,9 +40,9 @@ class VerifierReward:
         Returns:
             The same rollouts in the same order, with ``reward`` and ``reward_parts`` set.
         """
-        return replace(group, rollouts=tuple(await asyncio.gather(*map(self._score, group.rollouts))))
+        return replace(group, rollouts=tuple(await asyncio.gather(*map(self._judge, group.rollouts))))
 
-    async def _score(self, rollout: Rollout) -> Rollout:
+    async def _judge(self, rollout: Rollout) -> Rollout:
         if rollout.status in (RolloutStatus.FAILED, RolloutStatus.ABORTED):
             return replace(rollout, reward=0.0)
         try:

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from rlrecipes.rewards.scoring import VerifierReward
+from rlrecipes.rewards.verifier_reward import VerifierReward
 from rlrecipes.rewards.verifiers import RewardResult
 from rlrecipes.types import Completion, Group, Prompt, Rollout, RolloutStatus, Turn
 
