@@ -9,7 +9,7 @@ from rlrecipes.types import Completion, Group, Prompt, Rollout, SamplingParams
 
 
 class GenerateClient(Protocol):
-    """The way to the engines of one model (``engines/sglang/client.py``)."""
+    """The way to the engines of one model (``engines/sglang/serving.py``)."""
 
     async def generate(
         self,

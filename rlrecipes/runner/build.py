@@ -12,7 +12,7 @@ from rlrecipes.data.encoding import PromptEncoder
 from rlrecipes.data.jsonl import JsonlPromptSource
 from rlrecipes.data.sft import SftSource
 from rlrecipes.data.tokenizer import load_tokenizer
-from rlrecipes.engines.sglang.client import ServingClient
+from rlrecipes.engines.sglang.serving import ServingClient
 from rlrecipes.errors import DataError
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.rewards.registry import build_reward

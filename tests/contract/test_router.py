@@ -13,8 +13,9 @@ import pytest
 from live_servers import Server, start_server
 from tiny_model import Reference
 
-from rlrecipes.engines.sglang.client import EngineClient, ServingClient
+from rlrecipes.engines.sglang.client import EngineClient
 from rlrecipes.engines.sglang.process import ServerProcess, find_free_port, wait_until_workers
+from rlrecipes.engines.sglang.serving import ServingClient
 from rlrecipes.errors import EngineError
 from rlrecipes.types import Completion, SamplingParams
 
@@ -97,8 +98,9 @@ def test_requests_are_spread_and_answered_as_by_an_engine(
 def test_a_routing_key_stays_with_one_engine(router: Server, engines: list[Server], reference: Reference) -> None:
     asyncio.run(mark(engines))
     keys = [f"group {index % 8}" for index in range(64)]
-    answers = asyncio.run(generate(router.url, [reference.prompt] * 64, [*keys]))
-    engine_of = {(key, answer.weight_version) for key, answer in zip(keys, answers, strict=True)}
+    answers = [*asyncio.run(generate(router.url, [reference.prompt] * 64, [*keys]))]
+    answers += asyncio.run(generate(router.url, [reference.prompt] * 64, [*keys]))
+    engine_of = {(key, answer.weight_version) for key, answer in zip([*keys, *keys], answers, strict=True)}
     assert len(engine_of) == 8 and {version for _, version in engine_of} == {1, 2}
 
 

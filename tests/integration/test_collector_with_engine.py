@@ -16,7 +16,7 @@ from rlrecipes.data.encoding import PromptEncoder
 from rlrecipes.data.jsonl import JsonlPromptSource
 from rlrecipes.data.rows import RowKeys
 from rlrecipes.data.tokenizer import build_char_tokenizer, load_tokenizer
-from rlrecipes.engines.sglang.client import ServingClient
+from rlrecipes.engines.sglang.serving import ServingClient
 from rlrecipes.errors import EngineError
 from rlrecipes.rewards.registry import build_reward
 from rlrecipes.rollout.collector import Collector

@@ -1,197 +1,22 @@
-"""The two HTTP clients: one to generate, through the router, and one to steer a single engine.
+"""The HTTP client that steers a single engine.
 
-Owns endpoints, bodies and what an answer must hold. Refuses processes (process.py) and what weights are sent when
-(weight_sync). Works with every server that speaks SGLang's API; what a server lacks is asked, never guessed.
+Owns endpoints, bodies and what an answer must hold. Refuses to generate (serving.py), processes (process.py) and what
+weights are sent when (weight_sync). Works with every server that speaks SGLang's API; what a server lacks is asked,
+never guessed.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 import orjson
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    stop_after_delay,
-    wait_fixed,
-    wait_random_exponential,
-)
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from rlrecipes.engines.sglang.http import JSON_HEADERS, refuse, request, to_message
+from rlrecipes.engines.sglang.http import refuse, request, to_weight_version
 from rlrecipes.errors import EngineError, RunError, WeightSyncError
-from rlrecipes.types import FINISH_ABORT, Completion, SamplingParams
-
-ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
-UNVERSIONED = "default"
-"""SGLang's weight version of weights it loaded at start; counted as version 0."""
-_STATUS_ABORTED_IN_QUEUE = 499
-_STATUSES_TO_RETRY = (502, 503)
-_LOST_ENGINE = b"error sending request for url"
-"""The router says so, with status 500, when the engine it chose does not take the request or dies over it."""
-_RETRY_S = 60.0
-"""How long an unreachable server is asked again: the router needs seconds to notice a dead worker or a new one."""
-_FIX = "look at the engine's and the router's log in <run_dir>/logs"
-
-
-class _UnavailableError(Exception):
-    """Nothing was generated, and asking again may help."""
-
-
-class ServingClient:
-    """The way to all engines of one model: their router, or one engine itself.
-
-    Use as ``async with ServingClient(url, timeout_s=600, max_connections=256) as client``.
-
-    Args:
-        base_url: of the router or engine, ``http://host:port``.
-        timeout_s: longest time of one request, waiting for a connection included.
-        max_connections: most requests in flight; further ones wait here.
-    """
-
-    def __init__(self, base_url: str, *, timeout_s: float, max_connections: int) -> None:
-        self._base_url = base_url.rstrip("/")
-        self._timeout_s = timeout_s
-        self._max_connections = max_connections
-        self._session: aiohttp.ClientSession | None = None
-
-    async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._max_connections),
-            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
-            headers=JSON_HEADERS,
-        )
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    async def generate(
-        self,
-        *,
-        input_ids: Sequence[int],
-        sampling: SamplingParams,
-        request_id: str,
-        routing_key: str | None = None,
-    ) -> Completion:
-        """Generate one answer.
-
-        A server that cannot be reached, or says 502 or 503, or a router that lost the engine, is asked again for a
-        bounded time, under a request id of its own each time: the one before may still be running.
-
-        Args:
-            input_ids: the prompt.
-            sampling: how to sample.
-            request_id: names the request in the engine's logs and in ``EngineClient.abort_request``.
-            routing_key: requests with the same key go to one engine, where the router's policy can.
-
-        Returns:
-            The answer. One that was aborted has what was generated until then, which may be nothing (then its
-            weight version is -1).
-
-        Raises:
-            EngineError: no engine answered in time, or one refused, or its answer is not whole.
-        """
-        started = time.perf_counter()
-        body = {"input_ids": input_ids, "sampling_params": _to_json(sampling), "return_logprob": True}
-        headers = {ROUTING_KEY_HEADER: routing_key} if routing_key is not None else None
-        try:
-            status, content = await self._post(body | {"rid": request_id}, headers)
-        except _UnavailableError:
-            status, content = await self._post_again(body, request_id, headers)
-        if status == _STATUS_ABORTED_IN_QUEUE:
-            return Completion((), (), FINISH_ABORT, -1, len(input_ids), 0, time.perf_counter() - started)
-        if status != 200:
-            raise self._error(f"answered {status}: {to_message(content)}")
-        return self._to_completion(content, time.perf_counter() - started)
-
-    async def _post(self, body: dict[str, Any], headers: dict[str, str] | None) -> tuple[int, bytes]:
-        if self._session is None:
-            raise self._error("was called outside of `async with`")
-        try:
-            async with self._session.post(
-                self._base_url + "/generate", data=orjson.dumps(body), headers=headers
-            ) as response:
-                status, content = response.status, await response.read()
-        except TimeoutError as error:
-            raise self._error(f"had no answer within {self._timeout_s:g} s") from error
-        except aiohttp.ClientError as error:
-            raise _UnavailableError(f"could not be reached: {error or type(error).__name__}") from error
-        if status in _STATUSES_TO_RETRY or (status == 500 and _LOST_ENGINE in content):
-            raise _UnavailableError(f"answered {status}: {to_message(content)}")
-        return status, content
-
-    async def _post_again(
-        self, body: dict[str, Any], request_id: str, headers: dict[str, str] | None
-    ) -> tuple[int, bytes]:
-        def give_up(state: RetryCallState) -> tuple[int, bytes]:
-            problem = state.outcome.exception() if state.outcome else None
-            raise self._error(f"{problem} (asked {state.attempt_number + 1} times in {_RETRY_S:g} s)")
-
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(_UnavailableError),
-            wait=wait_random_exponential(multiplier=0.1, max=5),
-            stop=stop_after_delay(min(_RETRY_S, self._timeout_s)),
-            retry_error_callback=give_up,
-        )
-        attempts = iter(range(1, 1_000_000))
-
-        # A lambda would not do: tenacity awaits only what is a coroutine function.
-        async def post() -> tuple[int, bytes]:
-            return await self._post(body | {"rid": f"{request_id}.{next(attempts)}"}, headers)
-
-        return await retrying(post)
-
-    def _to_completion(self, content: bytes, duration_s: float) -> Completion:
-        try:
-            answer = orjson.loads(content)
-            meta = answer["meta_info"]
-            token_ids = tuple(answer["output_ids"])
-            finish = meta["finish_reason"]["type"]
-            entries = meta.get("output_token_logprobs")
-            if entries is None and finish == FINISH_ABORT:  # aborted while it waited: the engine kept no logprobs
-                token_ids, entries = (), ()
-            logprobs = tuple([entry[0] for entry in entries])
-            version = meta["weight_version"]
-            # A sum is finite exactly when all its terms are, and a missing term is a TypeError.
-            if tuple([entry[1] for entry in entries]) != token_ids or not math.isfinite(sum(logprobs)):
-                raise ValueError("token ids and log probabilities do not match")
-            return Completion(
-                token_ids=token_ids,
-                rollout_logprobs=logprobs,
-                finish_reason=finish,
-                weight_version=0 if version == UNVERSIONED else int(version),
-                num_prompt_tokens=meta["prompt_tokens"],
-                num_cached_tokens=meta.get("cached_tokens") or 0,
-                duration_s=duration_s,
-            )
-        except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise self._error(f"gave an answer that cannot be read ({error!r}): {content[:300]!r}") from error
-
-    def _error(self, problem: str) -> EngineError:
-        return EngineError(f"engine {self._base_url}", f"/generate {problem}", _FIX)
-
-
-def _to_json(sampling: SamplingParams) -> dict[str, Any]:
-    params: dict[str, Any] = {
-        "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_new_tokens": sampling.min_new_tokens,
-        "stop": sampling.stop,
-        "stop_token_ids": sampling.stop_token_ids,
-        "ignore_eos": sampling.ignore_eos,
-    }
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed
-    return params
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +75,7 @@ class EngineClient:
 
     async def weight_version(self) -> int:
         """Version stamped on what is generated now; 0 for weights loaded at start."""
-        version = (await self.model_info())["weight_version"]
-        return 0 if version == UNVERSIONED else int(version)
+        return to_weight_version((await self.model_info())["weight_version"])
 
     async def paths(self) -> frozenset[str]:
         """Endpoints the server has, by its own description; asked once."""

@@ -79,3 +79,8 @@ def refuse(url: str, path: str, status: int, body: bytes, error_type: type[RunEr
         error_type: of the failure.
     """
     return error_type(f"engine {url}", f"{path} answered {status}: {to_message(body)}", _LOG)
+
+
+def to_weight_version(stated: str) -> int:
+    """The number behind what a server states; SGLang calls weights it loaded at start ``default``, counted as 0."""
+    return 0 if stated == "default" else int(stated)
