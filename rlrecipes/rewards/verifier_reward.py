@@ -8,13 +8,26 @@ judged and also get 0.0.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from typing import cast
 
 from rlrecipes.rewards.verifiers import RewardResult, Verifier
 from rlrecipes.types import Group, Rollout, RolloutStatus
+
+_WITHOUT_ANSWER = (RolloutStatus.FAILED, RolloutStatus.ABORTED)
+_PATIENCE_S = 0.05
+"""While calls take longer than this, the others of the group get threads of their own."""
+
+
+class _OverdueError(Exception):
+    """A call took too long."""
 
 
 class VerifierReward:
@@ -40,60 +53,92 @@ class VerifierReward:
         Returns:
             The same rollouts in the same order, with ``reward`` and ``reward_parts`` set.
         """
-        return replace(group, rollouts=tuple(await asyncio.gather(*map(self._judge, group.rollouts))))
+        judged = [rollout for rollout in group.rollouts if rollout.status not in _WITHOUT_ANSWER]
+        if inspect.iscoroutinefunction(self._verify):
+            outcomes = await asyncio.gather(*map(self._await_one, judged))
+        else:
+            outcomes = await _Calls(self._verify, judged, self._timeout_s).run()
+        found = iter(outcomes)
+        return replace(
+            group,
+            rollouts=tuple(
+                replace(rollout, reward=0.0) if rollout.status in _WITHOUT_ANSWER else self._take(rollout, next(found))
+                for rollout in group.rollouts
+            ),
+        )
 
-    async def _judge(self, rollout: Rollout) -> Rollout:
-        if rollout.status in (RolloutStatus.FAILED, RolloutStatus.ABORTED):
-            return replace(rollout, reward=0.0)
+    async def _await_one(self, rollout: Rollout) -> object:
         try:
-            result = _to_result(await asyncio.wait_for(self._call(rollout), self._timeout_s))
+            return await asyncio.wait_for(cast("Awaitable[object]", self._verify(rollout)), self._timeout_s)
         except TimeoutError:
-            return self._fail(rollout, f"took longer than {self._timeout_s:g} s")
+            return _OverdueError()
         # Whatever a verifier (often a user's) raises speaks of this one answer.
+        except Exception as error:
+            return error
+
+    def _take(self, rollout: Rollout, outcome: object) -> Rollout:
+        if isinstance(outcome, _OverdueError):
+            return self._fail(rollout, f"took longer than {self._timeout_s:g} s")
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            result = _to_result(outcome)
         except Exception as error:
             return self._fail(rollout, f"{type(error).__name__}: {error}")
         return replace(rollout, reward=result.value, reward_parts=result.parts)
-
-    async def _call(self, rollout: Rollout) -> object:
-        if inspect.iscoroutinefunction(self._verify):
-            return await self._verify(rollout)
-        return await _run_in_thread(self._verify, rollout)
 
     def _fail(self, rollout: Rollout, problem: str) -> Rollout:
         reason = f"verifier {self._name}: {problem}"
         return replace(rollout, status=RolloutStatus.FAILED, reward=0.0, reason=reason)
 
 
-async def _run_in_thread(verify: Verifier, rollout: Rollout) -> object:
-    """Call a plain function in a daemon thread.
+class _Calls:
+    """A plain function over rollouts: in one thread while it is quick, in one more for every moment it is not.
 
-    Not ``asyncio.to_thread``: a verifier that never returns would keep one of the pool's few threads, and the
-    interpreter would wait for it at exit.
+    The threads are daemons, not ``asyncio.to_thread``: a verifier that never returns would keep one of the pool's few
+    threads, and the interpreter would wait for it at exit.
     """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[object] = loop.create_future()
 
-    def deliver(value: object, error: BaseException | None) -> None:
-        if answer.done():
-            return
-        if error is None:
-            answer.set_result(value)
-        else:
-            answer.set_exception(error)
+    def __init__(self, verify: Verifier, rollouts: Sequence[Rollout], timeout_s: float) -> None:
+        self._verify = verify
+        self._rollouts = rollouts
+        self._timeout_s = timeout_s
+        self._waiting = deque(range(len(rollouts)))
+        self._started_s: dict[int, float] = {}
+        self._outcomes: dict[int, object] = {}
+        self._loop = asyncio.get_running_loop()
+        self._is_done = asyncio.Event()
 
-    def call() -> None:
-        value, error = None, None
-        try:
-            value = verify(rollout)
-        except BaseException as raised:
-            error = raised if isinstance(raised, Exception) else RuntimeError(f"raised {type(raised).__name__}")
-        try:
-            loop.call_soon_threadsafe(deliver, value, error)
-        except RuntimeError:
-            return  # The loop closed meanwhile: nobody waits for the answer.
+    async def run(self) -> list[object]:
+        """What each call gave or raised, in order; _OverdueError for one that took too long."""
+        while len(self._outcomes) < len(self._rollouts):
+            if self._waiting:
+                threading.Thread(target=self._work, name="verifier", daemon=True).start()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_done.wait(), _PATIENCE_S)
+            overdue_s = time.monotonic() - self._timeout_s
+            for place, started_s in list(self._started_s.items()):
+                if started_s < overdue_s:
+                    self._outcomes.setdefault(place, _OverdueError())
+        return [self._outcomes[place] for place in range(len(self._rollouts))]
 
-    threading.Thread(target=call, name="verifier", daemon=True).start()
-    return await answer
+    def _work(self) -> None:
+        while True:
+            try:
+                place = self._waiting.popleft()
+            except IndexError:
+                return
+            self._started_s[place] = time.monotonic()
+            outcome: object
+            try:
+                outcome = self._verify(self._rollouts[place])
+            except BaseException as error:
+                outcome = error if isinstance(error, Exception) else RuntimeError(f"raised {type(error).__name__}")
+            self._outcomes.setdefault(place, outcome)
+            if len(self._outcomes) == len(self._rollouts):
+                # A closed loop: nobody waits for the answer.
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._is_done.set)
 
 
 def _to_result(value: object) -> RewardResult:

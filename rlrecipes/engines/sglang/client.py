@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from rlrecipes.engines.sglang.http import refuse, request, to_weight_version
+from rlrecipes.engines.sglang.http import refuse, request, to_message, to_weight_version
 from rlrecipes.errors import EngineError, RunError, WeightSyncError
 
 

@@ -1,4 +1,5 @@
 import asyncio
+import threading
 import time
 
 import pytest
@@ -62,6 +63,24 @@ def test_a_verifier_that_hangs_is_given_up_and_holds_nobody():
     rollouts = score(verify, make_group(*["hang"] * 40, "fine"), timeout_s=1.0)
     assert {rollout.reason for rollout in rollouts[:-1]} == {"verifier mine: took longer than 1 s"}
     assert rollouts[-1].reward == 1.0
+
+
+def test_slow_calls_do_not_wait_for_one_another():
+    all_there = threading.Barrier(4)  # breaks unless all four calls are inside at once
+
+    def verify(rollout):
+        all_there.wait(30)
+        return 1.0
+
+    assert [rollout.reward for rollout in score(verify, make_group("a", "b", "c", "d"))] == [1.0] * 4
+
+
+def test_a_timeout_of_the_verifiers_own_is_its_error():
+    def verify(rollout):
+        raise TimeoutError("the sandbox is slow")
+
+    (rollout,) = score(verify, make_group("a"))
+    assert rollout.reason == "verifier mine: TimeoutError: the sandbox is slow"
 
 
 def test_the_event_loop_goes_on_while_a_verifier_works():
