@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rlrecipes.config.compose import ComposedRecipe, run_hydra_app
-from rlrecipes.plan.cluster import read_local_hosts
-from rlrecipes.plan.resolve import resolve
+from rlrecipes.runner.resolution import resolve_recipe
 
 
 def run(arguments: list[str]) -> None:
@@ -17,7 +16,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _evaluate(recipe: ComposedRecipe) -> None:
-    plan = resolve(recipe.config, read_local_hosts(), recipe.origins, recipe.problems)
+    plan = resolve_recipe(recipe)
     from rlrecipes.runner.run import run_held_out_evaluation
 
     result = run_held_out_evaluation(plan)

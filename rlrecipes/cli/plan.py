@@ -7,9 +7,8 @@ from pathlib import Path
 
 from rlrecipes.config.compose import ComposedRecipe, run_hydra_app
 from rlrecipes.errors import InputError
-from rlrecipes.plan.cluster import read_local_hosts
 from rlrecipes.plan.nodes import Plan
-from rlrecipes.plan.resolve import resolve
+from rlrecipes.runner.resolution import resolve_recipe
 
 
 def run(arguments: list[str]) -> None:
@@ -36,7 +35,7 @@ def run(arguments: list[str]) -> None:
         raise InputError("--save", "one file cannot hold the plans of a sweep", "leave out -m, or print with --yaml")
 
     def show(recipe: ComposedRecipe) -> None:
-        plan = resolve(recipe.config, read_local_hosts(), recipe.origins, recipe.problems)
+        plan = resolve_recipe(recipe)
         if target is not None:
             _save(plan, target)
         elif should_print_yaml:

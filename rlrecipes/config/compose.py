@@ -7,9 +7,10 @@ Hydra as ``++`` (it never complains) and the closed schema judges the whole resu
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlrecipes.config.origins import Origins, read_origins
+from rlrecipes.config.origins import Origins, read_origins, show_file
 from rlrecipes.config.schema import RunConfig
 from rlrecipes.config.validation import validate
 from rlrecipes.errors import ConfigError, Problem
-from rlrecipes.suggest import did_you_mean
+from rlrecipes.suggest import did_you_mean, nearest
 
 CONFIG_MODULE = "rlrecipes.conf"
 _CONF_DIR = Path(__file__).parent.parent / "conf"
@@ -74,8 +75,10 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
     prepared = prepare_overrides(overrides, config_dirs)
     try:
         recipe = _compose(prepared, config_dirs)
+    except MissingConfigException as error:
+        recipe = _stand_in(error, prepared, config_dirs)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise _explain(error, prepared, config_dirs) from error
+        raise _explain(error) from error
     if recipe.problems:
         raise ConfigError.from_problems(recipe.problems)
     return recipe
@@ -92,7 +95,7 @@ def run_hydra_app(task: Callable[[ComposedRecipe], None], arguments: Sequence[st
     """Run ``task`` once per composed recipe, under Hydra's own command line (-m, --cfg, --config-dir, completion).
 
     Args:
-        task: called with each recipe.
+        task: called with each recipe; one that has problems it must refuse.
         arguments: the command line after the verb.
 
     Raises:
@@ -112,8 +115,12 @@ def run_hydra_app(task: Callable[[ComposedRecipe], None], arguments: Sequence[st
     app = hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="config")(run_one)
     try:
         _call(app)
+    except MissingConfigException as error:
+        recipe = _stand_in(error, [word for word in words if _is_override(word)], config_dirs)
+        task(recipe)  # tells these problems with those it finds itself
+        raise ConfigError.from_problems(recipe.problems) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise _explain(error, [word for word in words if _is_override(word)], config_dirs) from error
+        raise _explain(error) from error
 
 
 class _Stopped(BaseException):
@@ -265,10 +272,8 @@ def _is_option(value: object) -> bool:
     return isinstance(value, str | list)
 
 
-def _explain(error: Exception, overrides: Sequence[str], config_dirs: Sequence[Path]) -> ConfigError:
-    """Say what Hydra meant, and find every other wrong group choice while at it."""
-    if isinstance(error, MissingConfigException):
-        return ConfigError.from_problems(_wrong_groups(error, overrides, config_dirs))
+def _explain(error: Exception) -> ConfigError:
+    """Say what Hydra meant."""
     if isinstance(error, yaml.YAMLError):
         mark = getattr(error, "problem_mark", None)
         where = f"{mark.name}:{mark.line + 1}" if mark else "YAML"
@@ -286,31 +291,67 @@ def _explain(error: Exception, overrides: Sequence[str], config_dirs: Sequence[P
     return ConfigError("overrides", f"{wrong}: {reason}", "see the groups under conf/, chosen as group=option")
 
 
-def _wrong_groups(
-    error: MissingConfigException, overrides: Sequence[str], config_dirs: Sequence[Path]
-) -> list[Problem]:
+def _stand_in(error: MissingConfigException, words: Sequence[str], config_dirs: Sequence[Path]) -> ComposedRecipe:
+    """Compose although groups have no such option, with the nearest one or the default in its place.
+
+    Whatever else is wrong is then found too; the recipe carries the wrong choices among its problems.
+
+    Raises:
+        ConfigError: nothing can stand in.
+    """
     problems: list[Problem] = []
-    left = list(overrides)
-    current: Exception | None = error
-    while isinstance(current, MissingConfigException):
-        missing = str(current.missing_cfg_file or "?")
+    left = [_first_of_sweep(word) for word in words if not word.startswith("hydra")]
+    told: set[str] = set()
+    current: Exception = error
+    while isinstance(current, MissingConfigException) and current.missing_cfg_file not in told:
+        missing = str(current.missing_cfg_file)
+        told.add(missing)
         group, _, option = missing.rpartition("/")
-        guilty = [word for word in left if word.lstrip("+").partition("=")[::2] == (group, option)]
-        origin = guilty[0] if guilty else ""
-        choices = list(current.options or [])
-        if group:
-            problems.append(Problem(group, f"has no option {option!r}", did_you_mean(option, choices), origin))
-        else:
+        if not group:
             fix = "leave it out: every recipe starts from conf/config.yaml and is chosen with recipe=NAME"
-            problems.append(Problem("--config-name", f"there is no {option!r}", fix))
-        if not guilty:
-            return problems
-        left.remove(guilty[0])
+            raise ConfigError("--config-name", f"there is no {option!r}", fix)
+        choices = _options(group, config_dirs) or set(current.options or ())
+        near = nearest(option, sorted(choices))
+        judged = f"the rest is judged with {near!r}" if near else "the rest is judged with the default"
+        origin = _origin_of_choice(str(current), group, option, left, config_dirs)
+        problems.append(Problem(group, f"has no option {option!r}; {judged}", did_you_mean(option, choices), origin))
+        left = _replace_choice(left, group, near)
         try:
-            recipe = _compose([word for word in left if not word.startswith("hydra")], config_dirs)
-            return problems + list(recipe.problems)
+            recipe = _compose(left, config_dirs)
         except ConfigError as others:
-            return problems + list(others.problems)
-        except (HydraException, OmegaConfBaseException) as another:
+            raise ConfigError.from_problems([*problems, *others.problems]) from others
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as another:
             current = another
-    return problems
+        else:
+            return replace(recipe, problems=(*problems, *recipe.problems))
+    if not isinstance(current, MissingConfigException):
+        problems += _explain(current).problems
+    raise ConfigError.from_problems(problems)
+
+
+def _first_of_sweep(word: str) -> str:
+    (parsed,) = OverridesParser.create().parse_overrides([word])
+    if not parsed.is_sweep_override():
+        return word
+    return f"{parsed.get_key_element()}={next(iter(parsed.sweep_string_iterator()))}"
+
+
+def _replace_choice(words: Sequence[str], group: str, near: str | None) -> list[str]:
+    instead = [f"{group}={near}"] if near else []
+    others = [word for word in words if word.lstrip("+").partition("=")[0] != group]
+    return [*others, *instead]  # where a file chose it, the command line wins over that file
+
+
+def _origin_of_choice(message: str, group: str, option: str, words: Sequence[str], config_dirs: Sequence[Path]) -> str:
+    if f"{group}={option}" in words:
+        return f"override {group}={option}"
+    # Hydra names the file whose list was being read, which for an override inside a recipe is the primary config.
+    parent = re.match(r"In '([^']+)'", message)
+    chosen = [word.lstrip("+").replace("=", "/", 1) for word in words] + ([parent[1]] if parent else [])
+    pattern = re.compile(rf"^\s*- (override )?(/?{re.escape(group)}: *)?{re.escape(option)}\s*(#|$)")
+    for file in (root / f"{name}.yaml" for name in chosen for root in (*config_dirs, _CONF_DIR)):
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        number = next((number for number, line in enumerate(lines, 1) if pattern.match(line)), None)
+        if number is not None:
+            return f"{show_file(file)}:{number}"
+    return ""

@@ -40,7 +40,7 @@ def read_origins(
         if file is None:
             continue
         package = default.package or ""
-        shown = _shown(file)
+        shown = show_file(file)
         for path, line in _keys(file):
             origins[f"{package}.{path}" if package else path] = f"{shown}:{line}"
     for word in overrides:
@@ -79,7 +79,8 @@ def _locate(source: str, config_path: str) -> Path | None:
     return file if file.is_file() else None
 
 
-def _shown(file: Path) -> str:
+def show_file(file: Path) -> str:
+    """A file as people know it: from conf/ on, where it stands below one."""
     parts = file.parts
     return "/".join(parts[parts.index("conf") :]) if "conf" in parts else str(file)
 

@@ -31,7 +31,11 @@ from rlrecipes.plan.placement import Placement, place
 
 
 def resolve(
-    config: RunConfig, hosts: tuple[HostNode, ...], origins: Mapping[str, str], earlier: Sequence[Problem] = ()
+    config: RunConfig,
+    hosts: tuple[HostNode, ...],
+    origins: Mapping[str, str],
+    earlier: Sequence[Problem] = (),
+    others: Sequence[Problem] = (),
 ) -> Plan:
     """Resolve a recipe into a Plan.
 
@@ -40,11 +44,12 @@ def resolve(
         hosts: the machines of the cluster.
         origins: dotted path -> where it was set.
         earlier: problems of single values, to be told with those found here; defaults stand in for them.
+        others: problems found elsewhere, of parts that this room cannot see; they get their origin here.
 
     Raises:
         ConfigError: every problem found.
     """
-    problems: list[Problem] = []
+    problems = list(others)
     shapes, is_random = read_shapes(config.model, problems)
     problems += check_recipe(config, shapes)
     native = judge_native(config)

@@ -139,8 +139,10 @@ def _no_function(path: str, functions: Sequence[str]) -> Problem:
 
 
 def _to_signature(arguments: ast.arguments) -> Signature:
-    positional = [(argument.arg, Parameter.POSITIONAL_ONLY) for argument in arguments.posonlyargs]
-    positional += [(argument.arg, Parameter.POSITIONAL_OR_KEYWORD) for argument in arguments.args]
+    positional = [
+        *((argument.arg, Parameter.POSITIONAL_ONLY) for argument in arguments.posonlyargs),
+        *((argument.arg, Parameter.POSITIONAL_OR_KEYWORD) for argument in arguments.args),
+    ]
     first_default = len(positional) - len(arguments.defaults)
     parameters = [
         Parameter(name, kind, default=... if number >= first_default else Parameter.empty)
