@@ -117,7 +117,7 @@ def start_server(kind: str, model_path: Path, log_dir: Path, name: str = "", fla
         ]
         command += ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-cuda-graph"]
         # Without --sleep-on-idle it spins on a core while other tests run.
-    command += ["--skip-server-warmup", "--max-total-tokens", "16384", "--sleep-on-idle"]
+        command += ["--skip-server-warmup", "--max-total-tokens", "16384", "--sleep-on-idle"]
         # Paused, it answers /health only when this is over; 20 s by default.
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(STANDINS), "SGLANG_HEALTH_CHECK_TIMEOUT": "2"}
     process = ServerProcess(name or kind, command, env, log_dir / f"{name or kind}.log")
