@@ -81,9 +81,14 @@ class RankWorker:
             list(micro_batches), which="reference" if which == "reference" else "policy"
         )
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], objective: Callable[..., Any]) -> dict[str, float]:
+    def train_step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        without_gradient: Sequence[MicroBatch],
+        objective: Callable[..., Any],
+    ) -> dict[str, float]:
         """One optimizer update."""
-        return self.trainer.train_step(list(micro_batches), objective)
+        return self.trainer.train_step(list(micro_batches), objective, list(without_gradient))
 
     def measure_peak_flops(self) -> float:
         """What this process's device multiplies at best, FLOP/s: measured on CPU, where no data sheet tells."""

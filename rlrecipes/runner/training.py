@@ -96,11 +96,11 @@ class Learner:
             pad_to_multiple=trainer.tensor_model_parallel_size if trainer.sequence_parallel else 1,
         )
 
-    def _per_rank(self, grid: Sequence[Sequence[MicroBatch]]) -> list[tuple[Sequence[MicroBatch]]]:
-        """Rows of the grid in rank order: TP is fastest, then DP, then PP."""
+    def _per_rank(self, *grids: Sequence[Sequence[MicroBatch]]) -> list[tuple[Sequence[MicroBatch], ...]]:
+        """A row of each grid for every rank, in rank order: TP is fastest, then DP, then PP."""
         trainer = self._plan.trainer
         tp, dp = trainer.tensor_model_parallel_size, trainer.data_parallel_size
-        return [(grid[rank // tp % dp],) for rank in range(trainer.num_ranks)]
+        return [tuple(grid[rank // tp % dp] for grid in grids) for rank in range(trainer.num_ranks)]
 
     async def _with_logprobs(self, samples: list[Sample]) -> list[Sample]:
         algo = self._plan.algo
@@ -157,18 +157,35 @@ class Learner:
     async def _train(self, parts: Sequence[Sequence[Sample]]) -> dict[str, float]:
         started_s = time.monotonic()
         found: list[Mapping[str, float]] = []
-        num_micro_batches = 0
+        num_micro_batches = num_idle_tokens = 0
         for part in parts:
             if not any(any(sample.loss_mask) for sample in part):
                 continue  # every rollout failed or was aborted: there is nothing to learn from
-            grid = self._grid(self._weighted(part))
-            num_micro_batches += len(grid[0])
-            results = await self._trainers.run("train_step", self._objective, per_rank=self._per_rank(grid))
+            moving, idle = self._split_by_gradient(self._weighted(part))
+            grids = self._grid(moving), self._grid(idle) if idle else [[]] * self._plan.trainer.data_parallel_size
+            num_micro_batches += sum(len(grid[0]) for grid in grids)
+            num_idle_tokens += sum(len(sample.token_ids) for sample in idle)
+            results = await self._trainers.run("train_step", self._objective, per_rank=self._per_rank(*grids))
             found.append(next(result for result in results if result))
         if not found:
             fix = "see rollout/failed_fraction and the engines' logs"
             raise TrainerError("train", "no sample of the step can be trained", fix)
-        return await self._summarise(found, parts, time.monotonic() - started_s, num_micro_batches)
+        metrics = await self._summarise(found, parts, time.monotonic() - started_s, num_idle_tokens)
+        return metrics | {"train/num_micro_batches": float(num_micro_batches)}
+
+    def _split_by_gradient(self, samples: Sequence[Sample]) -> tuple[Sequence[Sample], Sequence[Sample]]:
+        """Samples that move the weights, and those that cannot: all advantages 0, and nothing else in the loss.
+
+        Groups whose rollouts all got one reward are such. When there are no others, all count as moving: a train step
+        without gradient still moves what the optimizer remembers.
+        """
+        algo = self._plan.algo
+        if not isinstance(algo, GrpoConfig) or algo.entropy_coef or (algo.kl.placement == "loss" and algo.kl.coef):
+            return samples, []
+        parts: tuple[list[Sample], list[Sample]] = ([], [])
+        for sample in samples:
+            parts[sample.advantages is not None and not sample.advantages.any()].append(sample)
+        return parts if parts[0] else (samples, [])
 
     def _weighted(self, samples: Sequence[Sample]) -> list[Sample]:
         weights = compute_loss_weights(
@@ -186,15 +203,16 @@ class Learner:
         found: Sequence[Mapping[str, float]],
         parts: Sequence[Sequence[Sample]],
         duration_s: float,
-        num_micro_batches: int,
+        num_idle_tokens: int,
     ) -> dict[str, float]:
         num_tokens = sum(len(sample.token_ids) for part in parts for sample in part)
         peak = await self._peak()
-        used = self._plan.model.flops_per_token * num_tokens / duration_s
+        # A forward pass is a third of forward and backward.
+        used = self._plan.model.flops_per_token * (num_tokens - num_idle_tokens * 2 / 3) / duration_s
         metrics = {
             "train/num_tokens": float(num_tokens),
             "train/num_train_steps": float(len(found)),
-            "train/num_micro_batches": float(num_micro_batches),
+            "train/forward_only_fraction": num_idle_tokens / num_tokens,
             "train/time_s": duration_s,
             "train/tokens_per_s": num_tokens / duration_s,
             "train/mfu_fraction": used / (peak * self._plan.trainer.num_ranks),

@@ -147,6 +147,12 @@ TRAIN = (
     Metric("train/num_tokens", "tokens", "tokens in the step's train batch, prompts included", "the work of the step"),
     Metric("train/num_train_steps", "train steps", "optimizer updates in the step", "more than 1: off-policy updates"),
     Metric("train/num_micro_batches", "micro-batches", "forward passes of a rank in the step", "fewer is faster"),
+    Metric(
+        "train/forward_only_fraction",
+        "fraction",
+        "tokens whose samples have no gradient (all advantages 0), which go forward only",
+        "high: most groups teach nothing, as rollout/zero_variance_fraction says",
+    ),
     Metric("train/tokens_per_s", "tokens/s", "trained tokens a second, all ranks", "higher is faster", "higher"),
     Metric(
         "train/mfu_fraction", "fraction", "model FLOPs used of what the hardware has", "low: small batches", "higher"

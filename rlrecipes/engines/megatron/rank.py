@@ -228,7 +228,9 @@ class TrainerRank:
             return []
         return [logprobs.cpu().numpy() for logprobs in found]
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> dict[str, float]:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], objective: Objective, without_gradient: Sequence[MicroBatch] = ()
+    ) -> dict[str, float]:
         """One optimizer update.
 
         The loss is exactly the sum over all ranks and micro-batches of ``loss_weights`` x the objective's loss over
@@ -237,6 +239,7 @@ class TrainerRank:
         Args:
             micro_batches: of this data-parallel rank, at least one; as many on every rank.
             objective: loss and metrics per token.
+            without_gradient: more micro-batches, whose loss has no gradient: they go forward only, for the metrics.
 
         Returns:
             On every rank the same: ``loss``, ``grad_norm`` (before clipping), ``lr``, ``num_tokens`` (trained, of all
@@ -249,7 +252,9 @@ class TrainerRank:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._seed(self.num_train_steps)
-        found = self._run_schedule(build_train_step(self._reader, objective), micro_batches, forward_only=False)
+        step = build_train_step(self._reader, objective)
+        found = self._run_schedule(step, without_gradient, forward_only=True) if without_gradient else []
+        found += self._run_schedule(step, micro_batches, forward_only=False)
         metrics = self._reduce(found)
         if not math.isfinite(metrics["loss"]):
             raise TrainerError(

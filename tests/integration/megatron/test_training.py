@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,24 @@ def train_three_steps(
     return found
 
 
+def train_with_idle_samples(
+    rank: int, port: int, layout: Layout, should_split: bool, trainer: TrainerNode, node: ModelNode, path: Path
+) -> dict[str, Any]:
+    samples = [
+        replace(sample, advantages=0 * sample.advantages) if index % 3 else sample
+        for index, sample in enumerate(SAMPLES)
+    ]
+    idle = [sample for index, sample in enumerate(samples) if index % 3]
+    parts = (samples[::3], idle) if should_split else (samples, [])
+    rows = [build_rows(part, layout)[row_of(rank, layout)] if part else [] for part in parts]
+    objective = partial(GRPO, kl_coef_in_loss=0.0, entropy_coef=0.0)
+    trainer_rank = build_rank(rank, port, trainer, node, path)
+    steps = [trainer_rank.train_step(rows[0], objective, rows[1]) for _ in range(2)]
+    weights = {name: tensor.clone() for name, tensor in trainer_rank.iter_hf_tensors()}
+    trainer_rank.close()
+    return {"steps": steps, "weights": weights}
+
+
 @pytest.fixture(scope="module")
 def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     node = build_model_node("qwen3", is_tied=True)
@@ -115,6 +134,21 @@ def test_three_grpo_steps_equal_one_process(
     for name, tensor in single["weights"].items():
         # A tenth of one update: Adam divides a gradient that is nearly 0 by itself, rounding and all.
         torch.testing.assert_close(weights[name], tensor, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layout", [SINGLE, TP2, PP2, DP2])
+def test_samples_without_gradient_may_go_forward_only(hf_model: Any, ranks: RankGroup, layout: Layout) -> None:
+    node, path, _ = hf_model
+    trainer = build_trainer_node(layout)
+    arguments = (trainer, node, path)
+    whole = ranks.run(layout.num_ranks, train_with_idle_samples, layout, False, *arguments)
+    split = ranks.run(layout.num_ranks, train_with_idle_samples, layout, True, *arguments)
+    for found, expected in zip(split, whole, strict=True):
+        assert found["steps"][0]["grad_norm"] > 0
+        for step, expected_step in zip(found["steps"], expected["steps"], strict=True):
+            assert step == pytest.approx(expected_step, rel=1e-5, abs=1e-5)
+        for name, tensor in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][name], tensor, atol=1e-4, rtol=0)
 
 
 def test_logprobs_are_those_of_transformers_and_the_reference_stays(hf_model: Any, single: dict[str, Any]) -> None:

@@ -33,16 +33,20 @@ class ScriptedTrainers:
         self.plan = plan
         self.train_steps = []
         self.asked = []
+        self.num_idle = []  # samples of each train step that go forward only
 
     async def run(self, method, *shared, per_rank=None, ranks=None):
         trainer = self.plan.trainer
         if method == "measure_peak_flops":
             return [1e9] * trainer.num_ranks
         tp, dp = trainer.tensor_model_parallel_size, trainer.data_parallel_size
-        rows = [arguments[0] for arguments in per_rank]
+        if method == "train_step":
+            assert len({(len(moving), len(idle)) for moving, idle in per_rank}) == 1
+            self.num_idle += [sum(len(mb.sample_indices) for rank in range(dp) for mb in per_rank[rank * tp][1])]
+        rows = [[mb for row in arguments for mb in row] for arguments in per_rank]
         assert len(rows) == trainer.num_ranks
-        for rank, row in enumerate(rows):  # TP is fastest, then DP, then PP
-            assert row is rows[rank // tp % dp * tp]
+        for rank, arguments in enumerate(per_rank):  # TP is fastest, then DP, then PP
+            assert all(mine is theirs for mine, theirs in zip(arguments, per_rank[rank // tp % dp * tp], strict=True))
         if method == "compute_logprobs":
             (which,) = shared
             self.asked.append(which)
@@ -116,6 +120,28 @@ def test_advantages_weights_and_old_logprobs_are_the_definitions():
     assert metrics["train/num_train_steps"] == 2
     assert metrics["train/ratio_max"] == 2.0
     assert metrics["train/num_tokens"] == sum(3 + s for _ in GROUPS for s in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_idle"),
+    [
+        ((), [4]),
+        (("algo.kl.placement=loss", "algo.kl.coef=0.1"), [0]),
+        (("algo.entropy_coef=0.1",), [0]),
+        (("schedule.num_train_steps=2",), [2, 2]),
+        (LAYOUT, [4]),
+    ],
+)
+def test_samples_without_gradient_go_forward_only(overrides, num_idle):
+    trainers, metrics = train(plan_of(*overrides), GROUPS)
+    assert trainers.num_idle == num_idle
+    num_idle_tokens = sum(3 + sibling for sibling in (0, 1)) * sum(num_idle) / 2
+    assert metrics["train/forward_only_fraction"] == num_idle_tokens / metrics["train/num_tokens"]
+
+
+def test_a_train_step_without_any_gradient_is_still_one():
+    trainers, _ = train(plan_of(), [group_of(index, [1.0, 1.0]) for index in range(4)])
+    assert trainers.num_idle == [0] and len(per_token(trainers, "advantages")) > 0
 
 
 def test_the_kl_in_the_reward_is_taken_before_the_baseline():
