@@ -51,6 +51,8 @@ class RadixCache:
         self._roots: dict[str, Node] = {}
         self._num_tokens = 0
         self._num_locked = 0
+        self._candidates: list[tuple[int, int, Node]] = []
+        """A heap that has every free leaf, by last use; and entries that became wrong since."""
 
     @property
     def num_tokens(self) -> int:
@@ -105,6 +107,7 @@ class RadixCache:
         leaf = Node(tokens[start:].copy(), slots[start:].copy(), node, last_use=next(self._clock))
         node.children[int(tokens[start])] = leaf
         self._num_tokens += len(leaf.tokens)
+        self._offer(leaf)
         return np.concatenate((held, leaf.slots)), leaf
 
     def lock(self, node: Node) -> None:
@@ -123,6 +126,7 @@ class RadixCache:
             at.num_locks -= 1
             if at.num_locks == 0:
                 self._num_locked -= len(at.tokens)
+                self._offer(at)
             at = at.parent
 
     def evict(self, count: int) -> np.ndarray:
@@ -131,20 +135,21 @@ class RadixCache:
         Returns:
             the slots that came free, perhaps more than ``count``.
         """
-        leaves = [(leaf.last_use, id(leaf), leaf) for leaf in self._iterate() if not leaf.children]
-        leaves = [entry for entry in leaves if entry[2].num_locks == 0]
-        heapq.heapify(leaves)
         freed: list[np.ndarray] = []
         num_freed = 0
-        while leaves and num_freed < count:
-            leaf = heapq.heappop(leaves)[2]
+        while self._candidates and num_freed < count:
+            last_use, _, leaf = heapq.heappop(self._candidates)
+            parent = leaf.parent
+            if parent is None or leaf.children or leaf.num_locks:
+                continue  # gone already, or it comes back when it is a free leaf
+            if last_use != leaf.last_use:
+                self._offer(leaf)
+                continue
             freed.append(leaf.slots)
             num_freed += len(leaf.slots)
-            parent = leaf.parent
-            assert parent is not None
             del parent.children[int(leaf.tokens[0])]
-            if parent.parent is not None and not parent.children and parent.num_locks == 0:
-                heapq.heappush(leaves, (parent.last_use, id(parent), parent))
+            leaf.parent = None
+            self._offer(parent)
         self._num_tokens -= num_freed
         return np.concatenate(freed) if freed else _NOTHING
 
@@ -153,8 +158,19 @@ class RadixCache:
         assert self._num_locked == 0, "a request still reads the prefix cache"
         slots = [node.slots for node in self._iterate()]
         self._roots.clear()
+        self._candidates.clear()
         self._num_tokens = 0
         return np.concatenate(slots) if slots else _NOTHING
+
+    def _offer(self, node: Node) -> None:
+        """Make a node known to ``evict``, if it is a free leaf."""
+        if node.parent is None or node.children or node.num_locks:
+            return
+        if len(self._candidates) > 2 * self._num_tokens + 1024:  # mostly wrong ones: a node has a token at least
+            free = [each for each in self._iterate() if not each.children and not each.num_locks]
+            self._candidates = [(each.last_use, next(self._clock), each) for each in free]
+            heapq.heapify(self._candidates)
+        heapq.heappush(self._candidates, (node.last_use, next(self._clock), node))
 
     def _root(self, namespace: str) -> Node:
         if namespace not in self._roots:

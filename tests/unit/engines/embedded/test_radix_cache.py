@@ -78,6 +78,25 @@ def test_evicts_the_least_recently_used_first() -> None:
     assert sorted(cache.evict(2).tolist()) == [20, 21]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_each_eviction_takes_the_oldest_free_leaf(seed: int) -> None:
+    """Against a search through the whole tree; so many uses that the candidates are sorted out several times."""
+    random = np.random.default_rng(seed)
+    cache, locked = RadixCache(), []
+    for _ in range(3000):
+        _, node = cache.insert(random.integers(0, 4, size=random.integers(1, 6)), np.arange(6), "")
+        cache.lock(node)
+        locked.append(node)
+        while len(locked) > 3:
+            cache.unlock(locked.pop(random.integers(len(locked))))
+        if random.random() < 0.2:
+            free = [each for each in cache._iterate() if not each.children and not each.num_locks]
+            cache.evict(1)
+            gone = [each for each in free if each.parent is None]
+            assert gone == sorted(free, key=lambda each: each.last_use)[:1]
+    assert len(cache._candidates) <= 2 * cache.num_tokens + 1025
+
+
 def test_namespaces_share_nothing() -> None:
     cache = RadixCache()
     cache.insert(np.array([1, 2]), np.array([5, 6]), "a")
