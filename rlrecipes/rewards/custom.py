@@ -51,7 +51,7 @@ def check_custom(path: str, options: Mapping[str, Any]) -> list[Problem]:
         tree = ast.parse(importlib.util.decode_source(Path(spec.origin).read_bytes()))
     except (OSError, SyntaxError, ValueError) as error:
         return [Problem(_WHERE, f"{spec.origin} cannot be read: {error}", "mend the file")]
-    return _check_source(path, dict(_bindings(tree.body)), function_name, options)
+    return _check_source(path, list(_bindings(tree.body)), function_name, options)
 
 
 def load_custom(path: str, options: Mapping[str, Any]) -> Verifier:
@@ -118,15 +118,15 @@ def _bindings(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def _check_source(
-    path: str, bindings: Mapping[str, ast.stmt], function_name: str, options: Mapping[str, Any]
+    path: str, bindings: Sequence[tuple[str, ast.stmt]], function_name: str, options: Mapping[str, Any]
 ) -> list[Problem]:
-    node = bindings.get(function_name)
+    names = {name for name, _ in bindings}
+    nodes = [node for name, node in bindings if name == function_name]
+    node = nodes[0] if len(nodes) == 1 else None  # bound twice: which one stands is known only when it runs
     is_constant = isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)
-    if is_constant or (node is None and "*" not in bindings):
-        functions = [
-            name for name, found in bindings.items() if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef)
-        ]
-        return [_no_function(path, functions)]
+    if is_constant or not names & {function_name, "*"}:
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef
+        return [_no_function(path, [name for name, found in bindings if isinstance(found, kinds)])]
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
         return _check_signature(path, _to_signature(node.args), options)
     return []

@@ -126,3 +126,33 @@ print(plan.hash)
 def test_config_and_plan_work_without_torch_ray_sglang_megatron():
     done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_wrong_option_is_judged_with_the_nearest_in_its_place():
+    found = problems_of("algo=grop", "algo.group_sze=3", "model=qwen", "recipe=quickstart_sf", "seed=x")
+    assert set(found) == {"algo", "algo.group_sze", "model", "recipe", "seed"}
+    assert "'group_size'" in found["algo.group_sze"].fix
+    assert found["algo"].origin == "override algo=grop"
+    assert "judged with 'grpo'" in found["algo"].problem
+    assert "judged with the default" in found["model"].problem
+
+
+def test_a_wrong_option_inside_a_users_file_is_told_with_its_line(tmp_path):
+    for group in ("recipe", "algo"):
+        (tmp_path / group).mkdir()
+    text = (
+        "# @package _global_\ndefaults:\n  - override /algo: grop\n  - override /topology: sglang_cp  # real\nseed: x\n"
+    )
+    (tmp_path / "recipe" / "mine.yaml").write_text(text)
+    (tmp_path / "algo" / "mine.yaml").write_text("defaults:\n  - grpoo\n  - _self_\nclip_low: 7.0\n")
+    found = problems_of("recipe=mine", config_dir=tmp_path)
+    assert set(found) == {"algo", "topology", "seed"}
+    assert found["algo"].origin.endswith("recipe/mine.yaml:3")
+    assert found["topology"].origin.endswith("recipe/mine.yaml:4")
+    found = problems_of("algo=mine", "seed=x", config_dir=tmp_path)
+    assert set(found) == {"algo", "seed"}
+    assert found["algo"].origin.endswith("algo/mine.yaml:2")
+
+
+def test_what_breaks_composition_beside_a_wrong_option_is_told_too():
+    assert set(problems_of("algo=grop", "data.train_path=${nope}")) == {"algo", "data.train_path"}

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from rlrecipes.errors import ConfigError
-from rlrecipes.rewards.registry import build_reward
+from rlrecipes.rewards.registry import build_reward, check_reward
 from rlrecipes.types import Group, Prompt, Rollout, RolloutStatus
 
 CUSTOM = """
@@ -60,6 +60,8 @@ def test_rewards_are_built_by_name(name, options, text, expected):
         ("math", {"extraction": "after_marker"}, "reward.options.marker", "needs a marker"),
         ("reasoning_gym", {"marke": "x"}, "reward.options.marke", "did you mean 'marker'?"),
         ("choice", {"letters": "abc"}, "reward.options.letters", "upper-case"),
+        ("choice", {"letters": 3}, "reward.options.letters", "valid string"),
+        ("reasoning_gym", {"should_give_partial": "yes"}, "reward.options.should_give_partial", "valid boolean"),
         ("my_reward:plain", {}, "reward.name", "there is no module 'my_reward'"),
         ("my_broken_rewards:x", {}, "reward.name", "RuntimeError: sorry"),
         ("my_rewards:plan", {}, "reward.name", "did you mean 'plain'?"),
@@ -81,3 +83,67 @@ def test_all_wrong_options_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         build_reward("math", timeout_s=30, options={"a": 1, "b": 2})
     assert len(caught.value.problems) == 2
+
+
+UNIMPORTABLE = """
+import functools
+import no_such_package
+from elsewhere import borrowed
+
+def many(rollout, /, weight=1.0, *rest, limit, **more): ...
+
+if borrowed:
+    def chosen(rollout): ...
+else:
+    chosen = None
+
+try:
+    with open("x") as file:
+        async def nested(rollout, *, limit=3): ...
+except OSError:
+    pass
+
+@functools.cache
+def decorated(): ...
+
+made = functools.partial(chosen, limit=3)
+number: int = 3
+raise SystemExit
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "where"),
+    [
+        ("pack.age.unimportable:many", {"limit": 1, "anything": 2}, None),
+        ("pack.age.unimportable:many", {}, "reward.options"),
+        ("pack.age.unimportable:chosen", {"limit": 1}, None),
+        ("pack.age.unimportable:nested", {"limit": 1}, None),
+        ("pack.age.unimportable:nested", {"limits": 1}, "reward.options.limits"),
+        ("pack.age.unimportable:borrowed", {"limit": 1}, None),
+        ("pack.age.unimportable:decorated", {"limit": 1}, None),
+        ("pack.age.unimportable:made", {"limit": 1}, None),
+        ("pack.age.unimportable:number", {}, "reward.name"),
+        ("pack.age.unimportable:nestd", {}, "reward.name"),
+        ("pack.age.missing:nested", {}, "reward.name"),
+        ("pack.age.unimportable.deeper:nested", {}, "reward.name"),
+        ("pack.age.broken:verify", {}, "reward.name"),
+        ("math:isqrt", {}, None),
+        ("open_ended:anything", {}, None),
+    ],
+)
+def test_a_plan_reads_the_source_and_runs_none_of_it(tmp_path, monkeypatch, path, options, where):
+    package = tmp_path / "pack" / "age"
+    package.mkdir(parents=True)
+    for directory in (package, package.parent):
+        (directory / "__init__.py").write_text("raise SystemExit")
+    (package / "unimportable.py").write_text(UNIMPORTABLE)
+    (package / "broken.py").write_text("def verify(rollout)\n")
+    (tmp_path / "open_ended.py").write_text("from pack import *\nraise SystemExit\n")
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    problems = check_reward(path, options)
+    assert [problem.where for problem in problems] == ([] if where is None else [where])
+    assert set(sys.modules) == before
+    if path.endswith("nestd"):
+        assert "did you mean 'nested'?" in problems[0].fix
