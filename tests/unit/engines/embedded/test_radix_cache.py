@@ -84,7 +84,8 @@ def test_each_eviction_takes_the_oldest_free_leaf(seed: int) -> None:
     random = np.random.default_rng(seed)
     cache, locked = RadixCache(), []
     for _ in range(3000):
-        _, node = cache.insert(random.integers(0, 4, size=random.integers(1, 6)), np.arange(6), "")
+        tokens = random.integers(0, 4, size=random.integers(1, 6))
+        _, node = cache.insert(tokens, tokens, "")
         cache.lock(node)
         locked.append(node)
         while len(locked) > 3:
