@@ -103,6 +103,34 @@ class TestRefusedByTheRecipe:
         ):
             assert hint in output
 
+    @pytest.mark.parametrize("verb", ["plan", "train"])
+    def test_a_wrong_group_hides_nothing_and_names_are_judged_before_a_run(self, shell, verb):
+        write(shell, "my_rewards.py", "def verify(rollout, *, limit): ...\nraise SystemExit\n")
+        output = refuse(
+            shell,
+            verb,
+            "algo=grop",
+            "algo.group_size=1",
+            "reward.name=my_rewards:verify",
+            "reward.options.limits=3",
+            "topology.served_models.policy.router.polcy=manual",
+            "topology.served_models.policy.server_groups.main.sglang.max_total_token=10",
+            "parallel.megatron.num_layers=2",
+            "data.tasks.datasets.spel_backward={}",
+        )
+        assert output.count("fix:") == 7
+        for hint in (
+            "algo (set in override algo=grop): has no option 'grop'; the rest is judged with 'grpo'",
+            "algo.group_size (set in override algo.group_size=1): is 1",
+            "reward.options.limits (set in override reward.options.limits=3): ",
+            "did you mean 'limit'?",
+            "did you mean 'policy'?",
+            "did you mean 'max_total_tokens'?",
+            "set model.shapes.num_layers",
+            "did you mean 'spell_backward'?",
+        ):
+            assert hint in output
+
     def test_several_contradictions_at_once(self, shell):
         output = refuse(
             shell,
