@@ -23,10 +23,10 @@ quickstart: $(STAMP) ## train a small model on two cores: SFT, then GRPO; shows 
 	@$(BIN)/python -m rlrecipes.cli.quickstart
 
 test: check $(STAMP) $(SGLANG_STAMP) ## static checks and all CPU tests (under 15 minutes on two cores)
-	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow and not gpu"
+	$(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not gpu"
 
 test-full: check $(STAMP) $(SGLANG_STAMP) ## the same and the slow ones
-	$(BIN)/pytest -n 2 --dist loadgroup -m "not gpu"
+	$(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not gpu"
 
 check: $(STAMP) ## lint, types, import rules, spelling
 	$(BIN)/ruff check .

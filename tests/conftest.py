@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-ROOT = Path(__file__).parent
+
+class ByModule(LoadScopeScheduling):  # type: ignore[misc]
+    """A module's tests stay in one process with its fixtures; the contract suite does, with its one real SGLang."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "contract" if nodeid.startswith("tests/contract/") else nodeid.split("::", 1)[0]
 
 
-@pytest.hookimpl(wrapper=True)  # before xdist, whose own hook is a tryfirst one, reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Keep together what shares a slow fixture: the contract suite (one real SGLang), and any other module."""
-    for item in items:
-        path = item.path.relative_to(ROOT)
-        item.add_marker(pytest.mark.xdist_group("contract" if path.parts[0] == "contract" else str(path)))
-    yield
+# Not loadgroup, which names groups in a way that pytest 9.2 does not know any more.
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByModule:
+    """Tell xdist."""
+    return ByModule(config, log)
