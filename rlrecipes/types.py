@@ -158,7 +158,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The sibling rollouts of one prompt, all scored.
+    """The sibling rollouts of one prompt, all rewarded.
 
     Attributes:
         prompt: the prompt they share.

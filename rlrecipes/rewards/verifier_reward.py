@@ -44,7 +44,7 @@ class VerifierReward:
         self._name = name
         self._timeout_s = timeout_s
 
-    async def score_group(self, group: Group) -> Group:
+    async def reward_group(self, group: Group) -> Group:
         """Give every rollout of a group its reward.
 
         Args:

@@ -1,1 +1,1 @@
-"""From prompts to scored groups to samples, over the engines' HTTP API."""
+"""From prompts to rewarded groups to samples, over the engines' HTTP API."""

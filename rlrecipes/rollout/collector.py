@@ -1,4 +1,4 @@
-"""Prompts in, scored groups out. Owns which prompts are asked next and that none is trained twice or skipped."""
+"""Prompts in, rewarded groups out. Owns which prompts are asked next and that none is trained twice or skipped."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from rlrecipes.suggest import did_you_mean
 from rlrecipes.types import Group
 
 type Filter = Callable[[Group], tuple[bool, str]]
-"""Gives whether to keep a scored group, and otherwise the reason, under which drops are counted."""
+"""Gives whether to keep a rewarded group, and otherwise the reason, under which drops are counted."""
 
 
 def has_zero_variance(group: Group) -> bool:

@@ -70,7 +70,7 @@ class SingleTurn:
             sibling: number within the group.
 
         Returns:
-            An unscored rollout. FAILED, with the reason, when no engine answered or the answer cannot be trained:
+            A rollout without reward. FAILED, with the reason, when no engine answered or the answer cannot be trained:
             no token, a log probability that is not finite, an unknown finish reason.
         """
         try:

@@ -15,11 +15,11 @@ from rlrecipes.types import Group, Prompt, Rollout, RolloutStatus
 
 @dataclass(frozen=True, slots=True)
 class GroupGenerator:
-    """Makes scored groups.
+    """Makes rewarded groups.
 
     Attributes:
         generate: runs one rollout.
-        reward: scores the group.
+        reward: rewards the group.
         group_size: rollouts per prompt.
     """
 
@@ -32,10 +32,10 @@ class GroupGenerator:
 
         Args:
             prompt: what to ask.
-            slots: one is held by each running rollout, none while scoring.
+            slots: one is held by each running rollout, none while rewarding.
 
         Returns:
-            The group, scored; failures inside it are data.
+            The group, rewarded; failures inside it are data.
 
         Raises:
             ContractError: the reward left a rollout without one, or changed their number or order.
@@ -46,7 +46,7 @@ class GroupGenerator:
                 return await self.generate(prompt, sibling)
 
         rollouts = await run_together(run_one(sibling) for sibling in range(self.group_size))
-        group = await self.reward.score_group(Group(prompt, tuple(rollouts)))
+        group = await self.reward.reward_group(Group(prompt, tuple(rollouts)))
         if [rollout.sibling for rollout in group.rollouts] != [rollout.sibling for rollout in rollouts]:
             problem = f"the reward returned other rollouts than it got for prompt {prompt.index}"
             raise ContractError("rewards", problem, "return the same rollouts in the same order")

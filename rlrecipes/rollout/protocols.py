@@ -54,9 +54,9 @@ class PromptSource(Protocol):
 
 
 class Reward(Protocol):
-    """Scores rollouts (``rewards/scoring.py``)."""
+    """Rewards rollouts (``rewards/verifier_reward.py``)."""
 
-    async def score_group(self, group: Group) -> Group:
+    async def reward_group(self, group: Group) -> Group:
         """The same rollouts in the same order, each with a reward."""
 
 

@@ -14,7 +14,7 @@ def to_samples(group: Group) -> list[Sample]:
     ABORTED rollouts give no sample: their reward says nothing about their tokens. They are counted in the metrics.
 
     Args:
-        group: scored.
+        group: rewarded.
 
     Returns:
         At most one sample per rollout, in order of siblings.

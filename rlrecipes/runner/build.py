@@ -38,7 +38,7 @@ class Inputs:
         prompts: training prompts; None for SFT.
         sft: training samples; None for RL.
         eval_prompts: held out; empty when nothing is.
-        reward: what scores groups.
+        reward: what rewards groups.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -49,7 +49,7 @@ class Inputs:
 
 
 def build_plan_reward(plan: Plan) -> Reward:
-    """What scores groups.
+    """what rewards groups.
 
     Raises:
         ConfigError: its name, options or function do not fit.

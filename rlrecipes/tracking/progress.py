@@ -46,7 +46,7 @@ class Progress(Protocol):
 
         Args:
             dataset: its name.
-            done: prompts answered and scored.
+            done: prompts answered and rewarded.
             total: prompts of the dataset.
         """
 

@@ -33,7 +33,7 @@ def my_module(tmp_path, monkeypatch):
 def score(reward, text, label="2"):
     prompt = Prompt(0, (1,), "?", label)
     rollout = Rollout(prompt, 0, (), text, RolloutStatus.COMPLETED)
-    return asyncio.run(reward.score_group(Group(prompt, (rollout,)))).rollouts[0].reward
+    return asyncio.run(reward.reward_group(Group(prompt, (rollout,)))).rollouts[0].reward
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def make_group(*texts, status=RolloutStatus.COMPLETED):
 
 
 def score(verify, group, timeout_s=30.0):
-    return asyncio.run(VerifierReward(verify, name="mine", timeout_s=timeout_s).score_group(group)).rollouts
+    return asyncio.run(VerifierReward(verify, name="mine", timeout_s=timeout_s).reward_group(group)).rollouts
 
 
 def by_length(rollout):
@@ -100,7 +100,7 @@ def test_the_event_loop_goes_on_while_a_verifier_works():
             return 1.0
 
         ticking = asyncio.create_task(tick())
-        group = await VerifierReward(verify, name="mine", timeout_s=30).score_group(make_group("a"))
+        group = await VerifierReward(verify, name="mine", timeout_s=30).reward_group(make_group("a"))
         ticking.cancel()
         return group.rollouts[0].reward
 

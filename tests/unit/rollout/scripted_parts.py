@@ -59,7 +59,7 @@ class RuleReward:
     def __init__(self, rule=lambda index, sibling: float(sibling)):
         self._rule = rule
 
-    async def score_group(self, group):
+    async def reward_group(self, group):
         await asyncio.sleep(0)
         scored = tuple(replace(r, reward=self._rule(group.prompt.index, r.sibling)) for r in group.rollouts)
         return replace(group, rollouts=scored)

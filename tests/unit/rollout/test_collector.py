@@ -211,7 +211,7 @@ def test_a_filter_that_drops_everything_stops_the_run():
 
 def test_a_reward_that_breaks_its_protocol_stops_the_run():
     class Forgetful(RuleReward):
-        async def score_group(self, group):
+        async def reward_group(self, group):
             return group
 
     with pytest.raises(ContractError, match="without reward"):
