@@ -49,7 +49,7 @@ class Inputs:
 
 
 def build_plan_reward(plan: Plan) -> Reward:
-    """what rewards groups.
+    """What rewards groups.
 
     Raises:
         ConfigError: its name, options or function do not fit.
