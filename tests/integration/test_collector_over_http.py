@@ -39,17 +39,15 @@ class AddingServer:
     left: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(self, request):
-        bodies = split(await request.json())
-        self.seen += bodies
-        self.running |= {body["rid"] for body in bodies}
+        body = await request.json()
+        self.seen.append(body)
+        self.running.add(body["rid"])
         try:
-            for body in bodies:
-                if self.fail is not None and (response := await self.fail(body)) is not None:
-                    return response
-            answers = [self.answer(body) for body in bodies]
-            return web.json_response(answers if len(answers) > 1 else answers[0])
+            if self.fail is not None and (response := await self.fail(body)) is not None:
+                return response
+            return web.json_response(self.answer(body))
         finally:
-            self.running -= {body["rid"] for body in bodies}
+            self.running.discard(body["rid"])
             if not self.running:
                 self.left.set()
 
@@ -67,14 +65,6 @@ class AddingServer:
                 "cached_tokens": 1,
             },
         }
-
-
-def split(body):
-    """One body a prompt."""
-    if isinstance(body["rid"], str):
-        return [body]
-    columns = ("input_ids", "sampling_params", "rid")
-    return [body | dict(zip(columns, row, strict=True)) for row in zip(*(body[name] for name in columns), strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -155,35 +145,28 @@ async def talk_nonsense_to_siblings_0(body):
     return web.Response(text="<html>") if body["rid"].split("-")[2] == "0." else None
 
 
-async def hang_on_prompt_0(body):
-    if body["rid"].split("-")[1] == "0":
+async def hang_on_siblings_0(body):
+    if body["rid"].split("-")[2] == "0.":
         await asyncio.sleep(3600)
 
 
 @pytest.mark.parametrize(
-    ("fail", "reason"), [(refuse_siblings_0, "out of memory"), (talk_nonsense_to_siblings_0, "cannot be read")]
+    ("fail", "timeout_s", "reason"),
+    [
+        (refuse_siblings_0, 30, "out of memory"),
+        (talk_nonsense_to_siblings_0, 30, "cannot be read"),
+        (hang_on_siblings_0, 1, "no answer within 1 s"),
+    ],
 )
-def test_what_an_engine_does_wrong_fails_that_rollout_only(prompts_path, tokenizer, fail, reason):
+def test_what_an_engine_does_wrong_fails_that_rollout_only(prompts_path, tokenizer, fail, timeout_s, reason):
     async def run():
-        async with running_road(AddingServer(tokenizer, fail), prompts_path) as (_, _, collector):
+        async with running_road(AddingServer(tokenizer, fail), prompts_path, timeout_s=timeout_s) as (_, _, collector):
             return await collector.collect(2)
 
     for group in asyncio.run(run()).groups:
         assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.FAILED] + [RolloutStatus.COMPLETED] * 3
         assert reason in group.rollouts[0].reason
         assert len(to_samples(group)) == 3
-
-
-def test_a_call_without_answer_fails_its_group_only(prompts_path, tokenizer):
-    async def run():
-        server = AddingServer(tokenizer, hang_on_prompt_0)
-        async with running_road(server, prompts_path, timeout_s=1) as (_, _, collector):
-            return await collector.collect(2)
-
-    first, second = asyncio.run(run()).groups
-    assert {rollout.status for rollout in second.rollouts} == {RolloutStatus.COMPLETED}
-    assert {rollout.status for rollout in first.rollouts} == {RolloutStatus.FAILED}
-    assert "no answer within 1 s" in first.rollouts[0].reason
 
 
 def test_an_engine_that_always_fails_stops_the_run(prompts_path, tokenizer):

@@ -1,9 +1,8 @@
-"""What the client that generates makes of answers, good and bad, and which requests travel together."""
+"""What the client that generates makes of answers, good and bad."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -158,117 +157,3 @@ def test_a_server_that_hangs_is_given_up() -> None:
     with pytest.raises(EngineError, match="had no answer within 0.2 s"):
         generate(handler, timeout_s=0.2)
     assert num_asked == 1  # a long generation is not asked for twice
-
-
-def answer_each(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """One answer a prompt, whose first token is the prompt's."""
-    return [
-        answer(output_token_logprobs=[[-0.5, ids[0], None], [-1.25, 9, None]]) | {"output_ids": [ids[0], 9]}
-        for ids in body["input_ids"]
-    ]
-
-
-def run_siblings(handler: Handler, use: Any, num_siblings: int = 3, **changes: Any) -> list[Any]:
-    """Ask for siblings at once, with what ``use`` does to their tasks; gives their answers or errors."""
-
-    async def ask(url: str) -> list[Any]:
-        async with ServingClient(url, timeout_s=5, max_connections=4) as client:
-            tasks = [
-                asyncio.create_task(
-                    client.generate(
-                        input_ids=(sibling, 2),
-                        sampling=replace(SAMPLING, seed=sibling, **changes),
-                        request_id=f"r{sibling}.",
-                        routing_key="key",
-                    )
-                )
-                for sibling in range(num_siblings)
-            ]
-            await use(tasks)
-            return await asyncio.gather(*tasks, return_exceptions=True)
-
-    found: list[Any] = asyncio.run(with_server(handler, ask))
-    return found
-
-
-async def leave(tasks: list[asyncio.Task[Completion]]) -> None:
-    pass
-
-
-def test_siblings_with_short_answers_travel_as_one_call_and_long_ones_alone() -> None:
-    bodies: list[dict[str, Any]] = []
-
-    async def handler(request: web.Request) -> web.Response:
-        bodies.append(await request.json())
-        is_alone = isinstance(bodies[-1]["rid"], str)
-        return web.json_response(answer() if is_alone else answer_each(bodies[-1]))
-
-    answers = run_siblings(handler, leave)
-    assert [each.token_ids for each in answers] == [(0, 9), (1, 9), (2, 9)]
-    assert [body["rid"] for body in bodies] == [["r0.", "r1.", "r2."]]
-    assert [each["sampling_seed"] for each in bodies[0]["sampling_params"]] == [0, 1, 2]
-    bodies.clear()
-    run_siblings(handler, leave, max_new_tokens=129)
-    assert sorted(body["rid"] for body in bodies) == ["r0.", "r1.", "r2."]
-
-
-def test_one_bad_sibling_costs_only_itself() -> None:
-    async def handler(request: web.Request) -> web.Response:
-        body = await request.json()
-        if isinstance(body["rid"], list):
-            answers = answer_each(body)
-            answers[1]["meta_info"]["output_token_logprobs"] = None
-            return web.json_response(answers)
-        return web.json_response(answer())
-
-    answers = run_siblings(handler, leave)
-    assert [getattr(each, "token_ids", None) for each in answers] == [(0, 9), None, (2, 9)]
-    assert "cannot be read" in str(answers[1])
-
-
-def test_a_refused_call_is_taken_apart() -> None:
-    async def handler(request: web.Request) -> web.Response:
-        body = await request.json()
-        if isinstance(body["rid"], list) or body["rid"] == "r1.":
-            return web.json_response({"error": {"message": "too long"}}, status=400)
-        return web.json_response(answer())
-
-    answers = run_siblings(handler, leave)
-    assert [getattr(each, "token_ids", None) for each in answers] == [(8, 9), None, (8, 9)]
-    assert "answered 400: too long" in str(answers[1])
-
-
-def test_an_answer_for_each_or_the_call_is_taken_apart() -> None:
-    async def handler(request: web.Request) -> web.Response:
-        body = await request.json()
-        is_alone = isinstance(body["rid"], str)
-        return web.json_response(answer() if is_alone else answer_each(body)[:2])
-
-    assert [each.token_ids for each in run_siblings(handler, leave)] == [(8, 9)] * 3
-
-
-def test_a_call_ends_when_nobody_waits_and_not_before() -> None:
-    left: list[str] = []
-    num_cancelled = 2
-
-    async def cancel_some(tasks: list[asyncio.Task[Completion]]) -> None:
-        await asyncio.sleep(0.1)
-        for task in tasks[:num_cancelled]:
-            task.cancel()
-
-    async def handler(request: web.Request) -> web.Response:
-        body = await request.json()
-        try:
-            await asyncio.sleep(0.3)
-        except asyncio.CancelledError:
-            left.append("early")
-            raise
-        left.append("answered")
-        return web.json_response(answer_each(body))
-
-    answers = run_siblings(handler, cancel_some)
-    assert answers[2].token_ids == (2, 9) and left == ["answered"]
-    left.clear()
-    num_cancelled = 3
-    assert all(isinstance(each, asyncio.CancelledError) for each in run_siblings(handler, cancel_some))
-    assert left == ["early"]
