@@ -318,8 +318,9 @@ class WeightSyncConfig(Section):
     """tensor: shared memory of one host. distributed: a process group. disk: an HF directory both see."""
     bucket_bytes: PositiveInt
     """Most bytes of one message."""
-    pause_mode: Literal["abort", "retract", "in_place"]
-    """What a sync does to running requests."""
+    pause_mode: Literal["abort", "in_place"]
+    """What a sync does to running requests. abort: they end with what they have. in_place: they go on afterwards, with
+    the prefix cache of the old weights. SGLang's third, retract, is left out: its cache cannot be flushed then."""
     verify_interval: NonNegativeInt
     """Syncs between checksum comparisons of every tensor, trainer against engine; 0: never."""
     timeout_s: PositiveFloat

@@ -73,7 +73,7 @@ class Loop:
         self._is_evaluation_due = is_evaluation_due
         self._next_sample = next_sample
         self._num_syncs = 0
-        self._saved_step = step
+        self._saved = (step, is_evaluation_due and step > 0)  # what the checkpoint gone on from says
 
     async def run(self) -> int:
         """Go from the step reached to the last, and leave a checkpoint whatever stops it in order.
@@ -89,7 +89,7 @@ class Loop:
             await self._run_steps()
             return self._step
         except Interrupted:
-            if self._step > self._saved_step or self._is_evaluation_due:
+            if (self._step, self._is_evaluation_due) > self._saved:
                 await self._save()
             raise
 
@@ -213,6 +213,7 @@ class Loop:
             send,
             version=version,
             pause_mode=config.pause_mode,
+            should_bracket=config.transport != "disk",
             should_verify=should_verify,
             timeout_s=config.timeout_s,
         )
@@ -286,5 +287,5 @@ class Loop:
             await self._parts.trainers.run("save_checkpoint", str(path.absolute()))
 
         await self._parts.store.save(state, save_trainer)
-        self._saved_step = self._step
+        self._saved = (self._step, self._is_evaluation_due)
         return time.monotonic() - started_s

@@ -20,6 +20,7 @@ async def run_sync(
     *,
     version: int,
     pause_mode: str,
+    should_bracket: bool,
     should_verify: bool,
     timeout_s: float,
 ) -> None:
@@ -29,7 +30,9 @@ async def run_sync(
         receivers: every engine of the updated model.
         send: see :data:`Send`.
         version: what follows is stamped with it.
-        pause_mode: what happens to running requests: abort, retract or in_place.
+        pause_mode: what happens to running requests: abort or in_place.
+        should_bracket: whether the update is opened and closed. Tensors that come in buckets need it, where the server
+            has it; it readies weights for loading and finishes them, which reading from disk does by itself.
         should_verify: whether every tensor's checksum is compared.
         timeout_s: longest time of the whole sync.
 
@@ -38,7 +41,7 @@ async def run_sync(
     """
     try:
         async with asyncio.timeout(timeout_s):
-            await _run_in_order(receivers, send, version, pause_mode, should_verify)
+            await _run_in_order(receivers, send, version, pause_mode, should_bracket, should_verify)
     except TimeoutError as error:
         raise WeightSyncError(
             "weight_sync",
@@ -48,7 +51,12 @@ async def run_sync(
 
 
 async def _run_in_order(
-    receivers: Sequence[WeightReceiver], send: Send, version: int, pause_mode: str, should_verify: bool
+    receivers: Sequence[WeightReceiver],
+    send: Send,
+    version: int,
+    pause_mode: str,
+    should_bracket: bool,
+    should_verify: bool,
 ) -> None:
     async def all_do(action: Callable[[WeightReceiver], Coroutine[Any, Any, Any]]) -> list[Any]:
         return list(await asyncio.gather(*(action(receiver) for receiver in receivers)))
@@ -56,9 +64,11 @@ async def _run_in_order(
     await all_do(lambda receiver: receiver.pause(pause_mode))
     if pause_mode != "in_place":  # requests paused in place still need their cache
         await all_do(lambda receiver: receiver.flush_cache())
-    await all_do(lambda receiver: receiver.begin_weight_update())
+    if should_bracket:
+        await all_do(lambda receiver: receiver.begin_weight_update())
     expected = await send()
-    await all_do(lambda receiver: receiver.end_weight_update())
+    if should_bracket:
+        await all_do(lambda receiver: receiver.end_weight_update())
     await all_do(lambda receiver: receiver.update_weight_version(version))
     if should_verify:
         for receiver, found in zip(receivers, await all_do(lambda r: r.weights_checksum()), strict=True):

@@ -104,8 +104,8 @@ def sync(engines, send=None, **changes):
     async def send_nothing():
         return {"a": "1"}
 
-    options = {"version": 3, "pause_mode": "abort", "should_verify": True, "timeout_s": 5.0, **changes}
-    asyncio.run(run_sync(engines, send or send_nothing, **options))
+    options = {"version": 3, "pause_mode": "abort", "should_bracket": True, "should_verify": True, "timeout_s": 5.0}
+    asyncio.run(run_sync(engines, send or send_nothing, **options | changes))
 
 
 ORDER = [
@@ -129,6 +129,12 @@ def test_in_place_keeps_the_cache_and_unverified_asks_no_checksum():
     engine = RecordingEngine()
     sync([engine], pause_mode="in_place", should_verify=False)
     assert engine.calls == [name for name in ORDER if name not in ("flush_cache", "weights_checksum")]
+
+
+def test_an_engine_that_reads_from_disk_is_not_readied_for_buckets():
+    engine = RecordingEngine({"a": "1"})
+    sync([engine], should_bracket=False)
+    assert engine.calls == [name for name in ORDER if name not in ("begin_weight_update", "end_weight_update")]
 
 
 @pytest.mark.parametrize("fails_at", ORDER[:-1])
