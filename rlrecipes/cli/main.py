@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
+from types import FrameType
 
 from rlrecipes import __version__
 from rlrecipes.errors import Interrupted, RecipeError
@@ -36,6 +38,8 @@ def run(arguments: list[str]) -> int:
     Returns:
         The exit code.
     """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()
@@ -45,8 +49,6 @@ def run(arguments: list[str]) -> int:
     except Interrupted as stop:
         message = "stopped by a signal; rerun the same command to go on from the last checkpoint"
         return _report(message, 128 + stop.signal_number)
-    except KeyboardInterrupt:
-        return _report("stopped before anything was started", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at exit
         return 1
@@ -55,6 +57,11 @@ def run(arguments: list[str]) -> int:
         return _report(f"{where}: {reason}\n    fix: free space or mend permissions, then rerun", 1)
     except Exception as error:
         return _report(f"internal error: {type(error).__name__}: {error}\n    fix: report it with {_TRACEBACK}=1", 1)
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    """Until a run has processes to stop, and handlers of its own, it is left where it stands."""
+    raise Interrupted(number)
 
 
 def _dispatch(arguments: list[str]) -> int:

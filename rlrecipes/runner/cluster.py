@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlrecipes.engines.sglang.process import find_free_port, read_log_tail
 from rlrecipes.errors import RecipeError, TrainerError
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.runner.rank import RankWorker
+
+os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"  # Ray's C++ core would take SIGTERM for a crash; read on import
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 _START_TIMEOUT_S = 180.0
 
@@ -37,13 +39,15 @@ class TrainerGroup:
         self._log_paths = [log_dir / f"trainer-{rank}.log" for rank in range(plan.trainer.num_ranks)]
         self._actors: list[Any] = []
 
-    def launch(self) -> None:
-        """Start Ray on this host. It takes signals over: whoever handles them must ask for them again.
+    async def launch(self) -> None:
+        """Start Ray on this host; must not be cancelled, since nothing can stop Ray half started.
 
         Raises:
             TrainerError: Ray did not start.
         """
-        _init_ray(self._plan)
+        # In the main thread Ray would take the signals over. Its head ends with the thread that started it: this one
+        # lives as long as the event loop.
+        await asyncio.to_thread(_init_ray, self._plan)
 
     async def start(self) -> None:
         """Start every rank.
@@ -128,7 +132,7 @@ class TrainerGroup:
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
-        ray.shutdown()
+        await _end_ray()
 
 
 def _init_ray(plan: Plan) -> None:
@@ -143,9 +147,9 @@ def _init_ray(plan: Plan) -> None:
     if plan.trainer.device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     os.environ.update(environment)  # worker processes inherit it, and read it before they import torch
+    _start_reaper()
     # Processes inherit the mask: a SIGTERM or SIGINT sent to the whole group must leave Ray alive for the checkpoint.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    on_term = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address="local",
@@ -159,18 +163,23 @@ def _init_ray(plan: Plan) -> None:
         fix = "free memory in /dev/shm and /tmp, then rerun"
         raise TrainerError("ray", f"did not start: {type(error).__name__}: {error}", fix) from error
     finally:
-        signal.signal(signal.SIGTERM, on_term)  # Ray's own would exit at once, before anything is put in order
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    _start_reaper()
+
+
+async def _end_ray() -> None:
+    """Disconnect, then kill: Ray would wait a second for each of its processes to heed the SIGTERM that it blocks."""
+    root = str(Path(ray.__file__).parent)
+    children = psutil.Process().children()
+    ending = asyncio.create_task(asyncio.to_thread(ray.shutdown))
+    while ray.is_initialized() and not ending.done():
+        await asyncio.sleep(0.02)
+    for child in children:
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if root in " ".join(child.cmdline()):
+                child.kill()
+    await ending
 
 
 def _start_reaper() -> None:
-    own = psutil.Process()
-    root = str(Path(ray.__file__).parent)
-    commands = {}
-    for child in own.children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            commands[child.pid] = " ".join(child.cmdline())
-    pids = [str(pid) for pid, command in commands.items() if root in command or command.startswith("ray::")]
-    reaper = [sys.executable, "-I", "-S", str(Path(__file__).parent / "reaper.py"), str(own.pid), *pids]
+    reaper = [sys.executable, "-I", "-S", str(Path(__file__).parent / "reaper.py"), str(os.getpid())]
     subprocess.Popen(reaper, stdin=subprocess.DEVNULL, start_new_session=True)

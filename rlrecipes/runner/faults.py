@@ -26,7 +26,7 @@ class StopRequest:
         self._task: asyncio.Task[Any] | None = None
 
     def install(self) -> None:
-        """Take over both signals, once more when another library took them; call inside the running event loop."""
+        """Take over both signals; call inside the running event loop."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._receive, number)

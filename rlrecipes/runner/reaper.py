@@ -1,38 +1,68 @@
-"""Waits for a process to die, then kills the processes it names. Stdlib only: it must be up in a moment.
+"""Waits for the driver's death, however it comes, then kills what is left of its Ray. Stdlib only: up in a moment.
 
-Ray's agents outlive a driver that was killed by a minute: they try to tell a head that is dead too.
+Ray's agents outlive a driver that was killed by a minute: they try to tell a head that is dead too. They give
+themselves other names and are nobody's children by then, but every process of a Ray writes logs in its session's
+directory, which is named after the driver's process.
 
-    python reaper.py PARENT_PID PID...
+    python reaper.py DRIVER_PID
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import sys
+import time
+from collections.abc import Iterator
+
+_SHARED_MEMORY_KEEPER = "torch_shm_manag"
+"""torch's process that removes shared memory when its users have died; it inherits their files, and then ends."""
+_INTERVAL_S = 0.1
+_MAX_ROUNDS = 50
 
 
-def run_reaper(parent_pid: int, pids: list[int]) -> None:
-    """Wait for the parent's end and kill the others, by handles that a reused number cannot fool.
+def run_reaper(driver_pid: int) -> None:
+    """Wait for the driver's end and kill every process of its Ray, by handles that a reused number cannot fool.
 
     Args:
-        parent_pid: of the process that started this one.
-        pids: of the processes to kill.
+        driver_pid: of the process that started this one.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    parent = os.pidfd_open(parent_pid)
-    handles = []
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            handles.append(os.pidfd_open(pid))
-    if os.getppid() == parent_pid:
-        select.select([parent], [], [])
-    for handle in handles:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        driver = os.pidfd_open(driver_pid)
+        if os.getppid() == driver_pid:
+            select.select([driver], [], [])
+    for _ in range(_MAX_ROUNDS):
+        handles = list(_find_left(driver_pid))
+        if not handles:
+            return
+        for handle in handles:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os.close(handle)
+        time.sleep(_INTERVAL_S)
+
+
+def _find_left(driver_pid: int) -> Iterator[int]:
+    session = re.compile(rf"/session_[^/]*_{driver_pid}/")
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            handle = os.pidfd_open(int(name))
+            if _writes_into(session, f"/proc/{name}"):
+                yield handle
+            else:
+                os.close(handle)
+
+
+def _writes_into(session: re.Pattern[str], process: str) -> bool:
+    with open(f"{process}/comm", encoding="utf-8") as comm:
+        if comm.read().startswith(_SHARED_MEMORY_KEEPER):
+            return False
+    return any(session.search(os.readlink(entry.path)) for entry in os.scandir(f"{process}/fd"))
 
 
 if __name__ == "__main__":
-    run_reaper(int(sys.argv[1]), [int(word) for word in sys.argv[2:]])
+    run_reaper(int(sys.argv[1]))

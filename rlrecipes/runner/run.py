@@ -181,8 +181,7 @@ async def _start_processes(
         policy.launch()  # engines come up while Ray and the trainers do
     trainers = TrainerGroup(plan, log_dir)
     stack.push_async_callback(trainers.close)
-    trainers.launch()
-    stop.install()  # again: Ray has taken the signals
+    await trainers.launch()
     await stop.run(_start_trainers(plan, trainers, checkpoint))
     if policy is not None:
         await stop.run(policy.wait_until_ready())
