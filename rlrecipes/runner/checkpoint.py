@@ -132,14 +132,19 @@ class CheckpointStore:
             await save_trainer(draft)
             _write_durably(draft / _STATE_FILE, state.model_dump_json())
             if final.exists():
-                shutil.rmtree(final)
+                self._set_aside(final)
             draft.rename(final)
         except (OSError, RecipeError) as error:
             self._remove_drafts()
             raise self._explain(final, error) from error
         for old in self._find_all()[: -self._num_kept]:
-            shutil.rmtree(old, ignore_errors=True)
+            self._set_aside(old)
+        self._remove_drafts()
         return final
+
+    def _set_aside(self, checkpoint: Path) -> None:
+        """Give it another name before it is removed: half of one must not be taken for a whole one."""
+        checkpoint.rename(self._root / f".draft_{checkpoint.name}_removed")
 
     def _remove_drafts(self) -> None:
         for draft in self._root.glob(".draft_*"):
