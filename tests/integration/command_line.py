@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,11 +32,14 @@ SMALL = [
     "model.shapes.ffn_hidden_size=64",
     "model.shapes.kv_channels=8",
     "optim.lr=1e-3",
+    "weight_sync.bucket_bytes=16384",
     "reward.name=letters:count_vowels",
     "tracking=local",
     "deterministic=true",
 ]
 """A run small enough for tests; its reward varies from the first step, so there is always something to learn."""
+NUM_STEPS = 6
+"""Of the undisturbed run."""
 
 _REWARD = """
 def count_vowels(rollout):
@@ -55,10 +59,11 @@ class CommandLine:
     def __post_init__(self) -> None:
         self.cwd.mkdir(parents=True, exist_ok=True)
         (self.cwd / "letters.py").write_text(_REWARD)
+        shutil.copy(Path(__file__).with_name("fate.py"), self.cwd / "sitecustomize.py")
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start `rlrecipes` in its own process group, as a shell would."""
-        env = os.environ | {"PYTHONPATH": str(self.cwd), "OMP_NUM_THREADS": "1"}
+    def start(self, *arguments: str, fate: str = "") -> subprocess.Popen[str]:
+        """Start `rlrecipes` in its own process group, as a shell would; ``fate`` is explained in fate.py."""
+        env = os.environ | {"PYTHONPATH": str(self.cwd), "OMP_NUM_THREADS": "1", "FATE": fate}
         process = subprocess.Popen(
             [str(Path(sys.executable).parent / "rlrecipes"), *arguments],
             cwd=self.cwd,
@@ -71,9 +76,9 @@ class CommandLine:
         self.processes.append(process)
         return process
 
-    def run(self, *arguments: str, code: int = 0, timeout_s: float = 240) -> str:
+    def run(self, *arguments: str, code: int = 0, fate: str = "", timeout_s: float = 240) -> str:
         """Run to the end and check the exit code; returns what it printed."""
-        process = self.start(*arguments)
+        process = self.start(*arguments, fate=fate)
         output, _ = process.communicate(timeout=timeout_s)
         assert process.returncode == code, output
         return output

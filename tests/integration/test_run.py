@@ -10,33 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.command_line import SMALL, CommandLine
+from tests.integration.command_line import NUM_STEPS, SMALL
 
 pytestmark = pytest.mark.timeout(600)
-NUM_STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """An undisturbed run of six steps."""
-    shell = CommandLine(tmp_path_factory.mktemp("trained"))
-    shell.output = shell.run("train", "name=run", f"schedule.num_steps={NUM_STEPS}", *SMALL)
-    yield shell
-    shell.close()
-
-
-@pytest.fixture
-def shell(tmp_path):
-    shell = CommandLine(tmp_path)
-    yield shell
-    shell.close()
-
-
-@pytest.fixture
-def continued(trained, shell):
-    """A copy of the trained run, to go on from in another way."""
-    shutil.copytree(trained.cwd / "runs", shell.cwd / "runs")
-    return shell
 
 
 def test_a_run_learns_measures_and_exports(trained):
@@ -63,25 +39,6 @@ def test_rerunning_a_finished_run_does_nothing(trained):
     assert trained.metrics("run") == before
 
 
-def test_a_saved_plan_killed_and_rerun_equals_the_undisturbed_run_bit_for_bit(trained, shell):
-    output = shell.run("plan", "name=run", f"schedule.num_steps={NUM_STEPS}", *SMALL, "--save", "plan.yaml")
-    plan_hash = output.split()[1]
-    assert f"plan {plan_hash}" in trained.output
-
-    process = shell.start("run", "plan.yaml")
-    shell.wait_for_step("run", 3, process)  # between two checkpoints
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert shell.leftovers() == []
-    killed = shell.metrics("run")
-    expected = trained.metrics("run")
-    assert killed[1] == expected[1]
-
-    output = shell.run("run", "plan.yaml")
-    assert "resuming runs/run after step 2" in output
-    assert shell.metrics("run") == expected
-
-
 @pytest.mark.parametrize(("layout", "sync"), [("tp2", "disk"), ("pp2", "distributed"), ("dp2", "tensor")])
 def test_a_run_goes_on_at_another_layout_by_another_transport(trained, continued, layout, sync):
     shutil.rmtree(continued.cwd / "runs" / "run" / "checkpoints" / f"step_{NUM_STEPS:08d}")
@@ -104,7 +61,7 @@ def test_a_run_goes_on_at_another_layout_by_another_transport(trained, continued
     assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_signal_leaves_a_checkpoint_and_no_process(continued, number):
     arguments = [
         "train",

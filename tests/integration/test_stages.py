@@ -82,14 +82,20 @@ def test_the_closing_words_tell_what_was_learned(stages):
     assert (stages.cwd / "runs" / "quickstart.png").exists()
 
 
-def test_sft_goes_on_where_it_was_killed(stages, tmp_path):
+def test_sft_ends_the_step_that_a_signal_meets_and_goes_on_after_it(stages, tmp_path):
     """The last step is taken again from the checkpoint before it, on the same samples."""
     shell = CommandLine(tmp_path)
+    command = ["train", "recipe=quickstart_sft", "schedule.num_steps=3", "tracking=local", *SMALL, *TINY]
     try:
         shutil.copytree(stages.cwd / "runs", shell.cwd / "runs")
         shutil.rmtree(shell.cwd / "runs" / "quickstart_sft" / "checkpoints" / "step_00000003")
-        output = shell.run("train", "recipe=quickstart_sft", "schedule.num_steps=3", "tracking=local", *SMALL, *TINY)
+        output = shell.run(*command, fate="rlrecipes.runner.loop:Loop._learn_from_samples:1:SIGINT", code=130)
         assert "after step 2" in output
+        assert "rerun the same command" in output
+        assert shell.leftovers() == []
+        output = shell.run(*command)
+        assert "after step 3" in output
+        assert "step 3: held-out accuracy" in output
         expected = stages.metrics("quickstart_sft")[3]
         assert shell.metrics("quickstart_sft")[3]["sft/loss"] == pytest.approx(expected["sft/loss"], abs=1e-5)
     finally:
