@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -119,18 +123,37 @@ def save_and_forget(rank: int, port: int, trainer: TrainerNode, node: ModelNode,
     trainer_rank.save_checkpoint(saved)
 
 
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Writing further than 8 kB into any file fails; what this process prints, which may be to one, goes nowhere."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept, nowhere = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        yield
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        for number, descriptor in zip((1, 2), kept, strict=True):
+            os.dup2(descriptor, number)
+        for descriptor in (*kept, nowhere):
+            os.close(descriptor)
+
+
 def meet_full_disk(rank: int, port: int, trainer: TrainerNode, node: ModelNode, path: Path, saved: Path) -> Any:
     trainer_rank = build_rank(rank, port, trainer, node, path)
     told = []
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))  # writing further fails, as on a full disk
-    try:
+    with full_disk():
+        print("a library may print", flush=True)
         for directory in (saved / "full", Path("/proc/nowhere")):
             with pytest.raises(CheckpointError) as caught:
                 trainer_rank.save_checkpoint(directory)
             told.append(str(caught.value))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with pytest.raises(CheckpointError) as caught:
         trainer_rank.load_checkpoint(saved / "missing")
     told.append(str(caught.value))
