@@ -1,6 +1,6 @@
 """The only file of the suite that names rlrecipes: point these at another implementation to check that one.
 
-Each function takes the ``inputs`` of a case in golden.json by keyword and returns values to compare with ``expected``.
+Each function takes the ``inputs`` of a case in golden/ by keyword and returns values to compare with ``expected``.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Right values as data: golden.json holds inputs and what must come out, adapter.py says whose functions are asked."""
+"""Right values as data: golden/ holds inputs and what must come out, adapter.py says whose functions are asked."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,13 @@ from pathlib import Path
 import adapter
 import pytest
 
-CASES = json.loads(Path(__file__).with_name("golden.json").read_text())
+FILES = sorted(Path(__file__).with_name("golden").glob("*.json"))
+CASES = [
+    pytest.param(case, id=f"{file.stem}: {case['name']}") for file in FILES for case in json.loads(file.read_text())
+]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", CASES)
 def test_value(case):
     got = getattr(adapter, case["function"])(**case["inputs"])
     assert got.keys() == case["expected"].keys()
