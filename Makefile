@@ -19,7 +19,7 @@ help: ## show this
 
 quickstart: $(STAMP) ## train a small model on two cores: SFT, then GRPO; shows what it learned
 	$(BIN)/rlrecipes train recipe=quickstart_sft
-	$(BIN)/rlrecipes train recipe=quickstart_grpo
+	$(BIN)/rlrecipes train recipe=quickstart
 	@$(BIN)/python -m rlrecipes.cli.quickstart
 
 test: check $(STAMP) $(SGLANG_STAMP) ## static checks and all CPU tests (under 15 minutes on two cores)

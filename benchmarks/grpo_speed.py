@@ -4,7 +4,7 @@
 
 Both start from one HF directory (the quickstart's first stage; trained here first where it has not run yet) and train
 on one prompt file in one order with the group size, prompts per step, sampling, learning rate and reward of the recipe
-quickstart_grpo, in fp32, with no evaluation, checkpoint or export among the steps that count. ``rlrecipes train`` runs
+quickstart, in fp32, with no evaluation, checkpoint or export among the steps that count. ``rlrecipes train`` runs
 as a user runs it, with one trainer rank and with two, engine and router beside them. TRL generates with transformers'
 generate in its own process, the fastest of its paths on a CPU: with one thread, two threads, two processes; its best
 counts. They take turns, fresh processes each. A step is timed from the end of the one before, so everything counts.
@@ -31,7 +31,7 @@ from rich.table import Table
 
 BENCHMARKS = Path(__file__).resolve().parent
 RLRECIPES = Path(sys.executable).parent / "rlrecipes"
-OUR_LAYOUTS = {"rlrecipes, as the recipe is": [], "rlrecipes, parallel=dp2": ["parallel=dp2"]}
+OUR_LAYOUTS = {"rlrecipes, as the recipe is (two ranks)": [], "rlrecipes, parallel=single": ["parallel=single"]}
 """Name -> overrides of the recipe."""
 TRL_LAYOUTS = {"TRL, 1 thread": (1, 1), "TRL, 2 threads": (1, 2), "TRL, 2 processes": (2, 1)}
 """Name -> (processes, threads of each)."""
@@ -83,7 +83,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def run_ours(model: Path, run_dir: Path, num_steps: int, overrides: list[str]) -> list[dict[str, Any]]:
     """One run of the recipe; gives the metrics of its steps."""
-    command = [str(RLRECIPES), "train", "recipe=quickstart_grpo", f"model.path={model}", f"run_dir={run_dir}"]
+    command = [str(RLRECIPES), "train", "recipe=quickstart", f"model.path={model}", f"run_dir={run_dir}"]
     command += ["data.should_shuffle=false", "reward.name=exact_match:verify"]
     command += ["schedule.eval_interval=0", "schedule.should_eval_before=false", "schedule.should_export_hf=false"]
     command += [f"schedule.num_steps={num_steps}", f"schedule.save_interval={num_steps}"]

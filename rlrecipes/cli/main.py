@@ -100,7 +100,7 @@ def _usage() -> str:
         "examples:\n"
         "  rlrecipes plan recipe=quickstart_sft\n"
         "  rlrecipes train recipe=quickstart_sft schedule.num_steps=50\n"
-        "  rlrecipes train -m recipe=quickstart_grpo seed=1,2,3\n\n"
+        "  rlrecipes train -m recipe=quickstart seed=1,2,3\n\n"
         "`rlrecipes train --help` lists groups and options; "
         'completion: eval "$(rlrecipes -sc install=bash)"'
     )

@@ -14,11 +14,11 @@ _NEXT = """
 next:
   look      {curves}; every metric is explained in docs/metrics.md
   ask       mlflow ui --backend-store-uri sqlite:///{runs}/mlflow.db
-  change    rlrecipes plan recipe=quickstart_grpo algo.group_size=16     (resolves and shows, starts nothing)
-            rlrecipes train recipe=quickstart_grpo name=second algo.group_size=16
+  change    rlrecipes plan recipe=quickstart algo.group_size=16     (resolves and shows, starts nothing)
+            rlrecipes train recipe=quickstart name=second algo.group_size=16
             rlrecipes compare quickstart_grpo second
-  measure   rlrecipes eval recipe=quickstart_grpo model.path={runs}/quickstart_grpo/hf
-  your own  copy conf/recipe/quickstart_grpo.yaml; README.md says how to change model, algorithm and topology
+  measure   rlrecipes eval recipe=quickstart model.path={runs}/quickstart_grpo/hf
+  your own  copy conf/recipe/quickstart.yaml; README.md says how to change model, algorithm and topology
 """
 
 

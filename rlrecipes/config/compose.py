@@ -65,7 +65,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
     """Compose and validate a recipe, from a library rather than the command line.
 
     Args:
-        overrides: Hydra overrides, e.g. ``["recipe=quickstart_grpo", "algo.group_size=4"]``.
+        overrides: Hydra overrides, e.g. ``["recipe=quickstart", "algo.group_size=4"]``.
         config_dir: an extra directory of groups; it wins over ours.
 
     Raises:

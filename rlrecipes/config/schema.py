@@ -86,11 +86,13 @@ class KlConfig(Section):
     """Schulman's estimators; k1 in the loss has no gradient in expectation and is refused."""
 
 
-class GrpoConfig(Section):
-    """GRPO (conf/algo/grpo.yaml)."""
+class RlConfig(Section):
+    """Reinforcement learning from groups of rollouts (conf/algo, all but sft)."""
 
-    kind: Literal["grpo"]
-    """Names the algorithm."""
+    kind: Literal["rl"]
+    """rl: rollouts, rewards, a policy loss."""
+    name: str
+    """Name in logs and in run directories."""
     group_size: PositiveInt
     """Rollouts per prompt."""
     normalize_std: bool
@@ -115,9 +117,11 @@ class SftConfig(Section):
     """Supervised fine-tuning on the same trainer (conf/algo/sft.yaml)."""
 
     kind: Literal["sft"]
-    """Names the algorithm."""
+    """sft: demonstrations, a log-likelihood loss."""
+    name: str
+    """Name in logs and in run directories."""
     aggregation: Literal["per_sequence", "per_token"]
-    """As for GRPO."""
+    """As for RL."""
 
 
 class ServerGroupConfig(Section):
@@ -378,7 +382,7 @@ class RunConfig(Section):
     """auto: from the run directory when it holds a checkpoint of the same recipe. never: refuse a used directory.
     required: refuse an unused one. accept_changes: resume although the recipe changed."""
     model: ModelConfig
-    algo: Annotated[GrpoConfig | SftConfig, Field(discriminator="kind")]
+    algo: Annotated[RlConfig | SftConfig, Field(discriminator="kind")]
     topology: TopologyConfig
     parallel: ParallelConfig
     data: DataConfig

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlrecipes.config.schema import GrpoConfig, ModelShapes, RunConfig
+from rlrecipes.config.schema import ModelShapes, RlConfig, RunConfig
 from rlrecipes.errors import Problem
 
 _ENGINE_MARGIN_TOKENS = 8
@@ -41,7 +41,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
 
 def _algorithm(config: RunConfig) -> Iterator[Problem]:
     algo = config.algo
-    if not isinstance(algo, GrpoConfig):
+    if not isinstance(algo, RlConfig):
         return
     if algo.group_size == 1:
         yield Problem("algo.group_size", "is 1: a group of one has no baseline, every advantage is 0", "use 2 or more")
@@ -54,7 +54,7 @@ def _algorithm(config: RunConfig) -> Iterator[Problem]:
 
 
 def _sampling(config: RunConfig) -> Iterator[Problem]:
-    if not isinstance(config.algo, GrpoConfig):
+    if not isinstance(config.algo, RlConfig):
         return
     sampling = config.rollout.sampling
     if sampling.temperature == 0:

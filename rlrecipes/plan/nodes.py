@@ -16,11 +16,11 @@ from pydantic import Field, ValidationError
 from rlrecipes.config.origins import origin_of
 from rlrecipes.config.schema import (
     DataConfig,
-    GrpoConfig,
     ModelShapes,
     NativeOptions,
     OptimConfig,
     RewardConfig,
+    RlConfig,
     RolloutConfig,
     ScheduleConfig,
     Section,
@@ -182,7 +182,7 @@ class Plan(Section):
     is_deterministic: bool
     hosts: tuple[HostNode, ...]
     model: ModelNode
-    algo: Annotated[GrpoConfig | SftConfig, Field(discriminator="kind")]
+    algo: Annotated[RlConfig | SftConfig, Field(discriminator="kind")]
     batch: BatchNode
     trainer: TrainerNode
     served_models: tuple[ServedModelNode, ...]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlrecipes.config.origins import origin_of
-from rlrecipes.config.schema import GrpoConfig
+from rlrecipes.config.schema import RlConfig
 from rlrecipes.plan.nodes import DeviceNode, Plan, ProcessNode
 
 
@@ -43,7 +43,7 @@ def _what(plan: Plan) -> dict[str, str]:
     source = "random weights" if model.is_random else model.path
     rows = {
         "model": f"{model.name} ({model.family}, {model.num_parameters:,} parameters, {model.dtype}, {source})",
-        "algorithm": algo.kind + (f", KL in {algo.kl.placement}" if isinstance(algo, GrpoConfig) else ""),
+        "algorithm": algo.name + (f", KL in {algo.kl.placement}" if isinstance(algo, RlConfig) else ""),
         "data": f"{plan.data.name}: {plan.data.train_path}, held out {plan.data.eval_path or 'nothing'}",
         "reward": plan.reward.name,
         "steps": f"{plan.schedule.num_steps}, checkpoint every {plan.schedule.save_interval}",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlrecipes.config.origins import Origins, origin_of, read_default_files
-from rlrecipes.config.schema import GrpoConfig, ModelConfig, ModelShapes, RunConfig
+from rlrecipes.config.schema import ModelConfig, ModelShapes, RlConfig, RunConfig
 from rlrecipes.errors import ConfigError, Problem
 from rlrecipes.plan.checks import check_recipe
 from rlrecipes.plan.commands import to_engine_command, to_engine_env, to_router_command
@@ -110,7 +110,7 @@ def _model(model: ModelConfig, shapes: ModelShapes, is_random: bool, run_dir: st
 
 def _batch(config: RunConfig) -> BatchNode:
     prompts, parts = config.schedule.prompts_per_step, config.schedule.num_train_steps
-    group = config.algo.group_size if isinstance(config.algo, GrpoConfig) else 1
+    group = config.algo.group_size if isinstance(config.algo, RlConfig) else 1
     return BatchNode(
         prompts_per_step=prompts,
         group_size=group,
@@ -124,7 +124,7 @@ def _batch(config: RunConfig) -> BatchNode:
 
 def _trainer(config: RunConfig, placement: Placement) -> TrainerNode:
     parallel = config.parallel
-    is_grpo = isinstance(config.algo, GrpoConfig)
+    is_rl = isinstance(config.algo, RlConfig)
     return TrainerNode(
         device=config.topology.device,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -134,9 +134,9 @@ def _trainer(config: RunConfig, placement: Placement) -> TrainerNode:
         max_tokens_per_micro_batch=parallel.max_tokens_per_micro_batch,
         num_threads=parallel.num_threads,
         is_deterministic=config.deterministic,
-        needs_reference=isinstance(config.algo, GrpoConfig) and config.algo.kl.placement != "none",
+        needs_reference=isinstance(config.algo, RlConfig) and config.algo.kl.placement != "none",
         seed=config.seed,
-        temperature=config.rollout.sampling.temperature if is_grpo else 1.0,
+        temperature=config.rollout.sampling.temperature if is_rl else 1.0,
         num_train_steps_total=config.schedule.num_steps * config.schedule.num_train_steps,
         optim=config.optim,
         megatron=parallel.megatron,
@@ -145,7 +145,7 @@ def _trainer(config: RunConfig, placement: Placement) -> TrainerNode:
 
 
 def _served_models(config: RunConfig, placement: Placement) -> tuple[ServedModelNode, ...]:
-    if not isinstance(config.algo, GrpoConfig) and config.data.eval_path is None:
+    if not isinstance(config.algo, RlConfig) and config.data.eval_path is None:
         return ()  # SFT that evaluates nothing asks no engine
     served, index = [], 0
     for name, model in config.topology.served_models.items():
@@ -205,7 +205,7 @@ def _sync_routes(config: RunConfig, served: tuple[ServedModelNode, ...]) -> tupl
 def _notes(config: RunConfig) -> list[str]:
     notes = []
     algo = config.algo
-    if isinstance(algo, GrpoConfig):
+    if isinstance(algo, RlConfig):
         if config.schedule.num_train_steps == 1 and algo.old_logprobs == "recompute":
             notes.append("one train step per step on its own weights: the ratio is 1 and clipping cannot act")
         if algo.kl.placement != "none" and algo.kl.coef == 0:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlrecipes.config.schema import GrpoConfig, SamplingConfig
+from rlrecipes.config.schema import RlConfig, SamplingConfig
 from rlrecipes.data.buffer import SampleBuffer
 from rlrecipes.data.encoding import PromptEncoder
 from rlrecipes.data.jsonl import JsonlPromptSource
@@ -78,7 +78,7 @@ def build_inputs(plan: Plan, reward: Reward, *, should_train: bool = True) -> In
         "max_rows": plan.data.max_train_rows,
     }
     path, prompts, sft = plan.data.train_path, None, None
-    if should_train and isinstance(plan.algo, GrpoConfig):
+    if should_train and isinstance(plan.algo, RlConfig):
         prompts = JsonlPromptSource(path, name=plan.data.name, **common)
     elif should_train:
         sft = SftSource(path, max_sample_tokens=plan.batch.max_sample_tokens, **common)

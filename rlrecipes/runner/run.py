@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlrecipes.config.schema import GrpoConfig
+from rlrecipes.config.schema import RlConfig
 from rlrecipes.engines.sglang.process import find_free_port
 from rlrecipes.errors import ConfigError, Interrupted
 from rlrecipes.plan.nodes import Plan
@@ -126,7 +126,7 @@ async def _run(
         collector = eval_generator = None
         if policy is not None:
             client = await stack.enter_async_context(build_client(plan, policy.router_url))
-            collector = build_collector(plan, inputs, client) if isinstance(plan.algo, GrpoConfig) else None
+            collector = build_collector(plan, inputs, client) if isinstance(plan.algo, RlConfig) else None
             eval_generator = build_eval_generator(plan, inputs, client) if inputs.eval_prompts else None
         if collector is not None and state is not None:
             collector.restore(state.collector)

@@ -21,7 +21,7 @@ from rlrecipes.algos.aggregation import compute_loss_weights
 from rlrecipes.algos.kl import compute_kl, compute_kl_penalized_rewards
 from rlrecipes.algos.objective import compute_policy_objective, compute_sft_objective
 from rlrecipes.batching.grid import build_grid, unpack_tokens
-from rlrecipes.config.schema import GrpoConfig
+from rlrecipes.config.schema import RlConfig
 from rlrecipes.errors import TrainerError
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.rollout.samples import to_samples
@@ -104,7 +104,7 @@ class Learner:
 
     async def _with_logprobs(self, samples: list[Sample]) -> list[Sample]:
         algo = self._plan.algo
-        if not isinstance(algo, GrpoConfig):
+        if not isinstance(algo, RlConfig):
             return samples
         if algo.old_logprobs == "rollout":
             samples = [
@@ -135,7 +135,7 @@ class Learner:
 
     def _with_advantages(self, samples: list[Sample]) -> list[Sample]:
         algo = self._plan.algo
-        if not isinstance(algo, GrpoConfig):
+        if not isinstance(algo, RlConfig):
             return samples
         # One entry a rollout: a rollout that yields several samples must not weigh more in its group's statistics.
         first_samples = {(sample.prompt_index, sample.sibling): sample for sample in samples}
@@ -180,7 +180,7 @@ class Learner:
         without gradient still moves what the optimizer remembers.
         """
         algo = self._plan.algo
-        if not isinstance(algo, GrpoConfig) or algo.entropy_coef or (algo.kl.placement == "loss" and algo.kl.coef):
+        if not isinstance(algo, RlConfig) or algo.entropy_coef or (algo.kl.placement == "loss" and algo.kl.coef):
             return samples, []
         parts: tuple[list[Sample], list[Sample]] = ([], [])
         for sample in samples:
@@ -236,7 +236,7 @@ def build_objective(plan: Plan) -> Objective:
         plan: the Plan.
     """
     algo = plan.algo
-    if not isinstance(algo, GrpoConfig):
+    if not isinstance(algo, RlConfig):
         return compute_sft_objective
     return functools.partial(
         compute_policy_objective,
@@ -249,9 +249,7 @@ def build_objective(plan: Plan) -> Objective:
     )
 
 
-def _penalize(
-    rewards: torch.Tensor, samples: Sequence[Sample], indices: Sequence[int], algo: GrpoConfig
-) -> torch.Tensor:
+def _penalize(rewards: torch.Tensor, samples: Sequence[Sample], indices: Sequence[int], algo: RlConfig) -> torch.Tensor:
     token_kls = []
     for sample in samples:
         if sample.ref_logprobs is None or sample.old_logprobs is None:

@@ -39,7 +39,7 @@ def stages(tmp_path_factory):
     shell = CommandLine(tmp_path_factory.mktemp("stages"))
     shell.run("train", "recipe=quickstart_sft", "schedule.num_steps=3", *SMALL, *TINY)
     kl = ["algo.kl.placement=reward", "algo.kl.coef=0.01", "algo.kl.estimator=k1"]
-    shell.run("train", "recipe=quickstart_grpo", "schedule.num_steps=2", *kl, *SMALL)
+    shell.run("train", "recipe=quickstart", "schedule.num_steps=2", *kl, *SMALL)
     yield shell
     shell.close()
 
@@ -106,7 +106,7 @@ def test_a_sweep_trains_each_of_its_runs(stages, tmp_path):
     shell = CommandLine(tmp_path)
     try:
         shutil.copytree(stages.cwd / "runs" / "quickstart_sft", shell.cwd / "runs" / "quickstart_sft")
-        recipe = ["recipe=quickstart_grpo", "schedule.num_steps=1", "tracking=local", "schedule.should_export_hf=false"]
+        recipe = ["recipe=quickstart", "schedule.num_steps=1", "tracking=local", "schedule.should_export_hf=false"]
         shell.run("train", "-m", "seed=1,2", *recipe, *SMALL)
         first, second = shell.metrics("quickstart_grpo-0"), shell.metrics("quickstart_grpo-1")
         assert sorted(first) == sorted(second) == [0, 1]

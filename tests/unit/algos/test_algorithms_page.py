@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import rlrecipes.algos
-from rlrecipes.config.schema import GrpoConfig
+from rlrecipes.config.schema import RlConfig
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
@@ -33,7 +33,7 @@ def test_every_named_test_exists():
 
 
 def test_every_named_key_is_in_the_schema():
-    kl_fields = GrpoConfig.model_fields["kl"].annotation.model_fields
-    known = {f"algo.{name}" for name in GrpoConfig.model_fields} | {f"algo.kl.{name}" for name in kl_fields}
+    kl_fields = RlConfig.model_fields["kl"].annotation.model_fields
+    known = {f"algo.{name}" for name in RlConfig.model_fields} | {f"algo.kl.{name}" for name in kl_fields}
     named = set(re.findall(r"`(algo\.[\w.]+)`", PAGE))
     assert named and named <= known
