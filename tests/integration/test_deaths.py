@@ -23,7 +23,8 @@ STATE_FILE = "rlrecipes.runner.checkpoint:_write_durably"
 EVALUATION = "rlrecipes.tracking.progress:LineProgress.update_evaluation"
 EXPORT = "rlrecipes.engines.megatron.hf_directory:run_write_index"
 SERVERS_START = "rlrecipes.engines.sglang.process:ServerProcess.wait_until_ready"
-RAY_STARTS = "ray._private.worker:connect"
+RAY_STARTS = "ray._private.node:Node.start_ray_processes"
+RAY_HAS_STARTED = "ray._private.worker:connect"
 NUM_BUCKETS = 7
 """Of a sync of that model."""
 
@@ -55,7 +56,7 @@ def check_like(trained, shell):
 def test_a_run_that_dies_again_and_again_ends_like_one_left_alone(trained, shell):
     plan_hash = shell.run("plan", *RECIPE, "--save", "plan.yaml").split()[1]
     assert f"plan {plan_hash}" in trained.output
-    _, left = die(shell, f"{RAY_STARTS}:1:SIGKILL")
+    _, left = die(shell, f"{RAY_HAS_STARTED}:1:SIGKILL")
     assert left == []
 
     _, left = die(shell, f"{SERVERS_START}:1:SIGTERM")
@@ -101,7 +102,7 @@ def test_the_same_of_every_other_moment(trained, shell):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_same_of_random_moments(trained, shell, seed):
     draw = random.Random(seed)
     shell.run("plan", *RECIPE, "--save", "plan.yaml")
@@ -109,7 +110,7 @@ def test_the_same_of_random_moments(trained, shell, seed):
     shell.run("train", *[word.replace("name=run", "name=other") for word in RECIPE])
     duration_s = time.monotonic() - started_s
     num_deaths = 0
-    while num_deaths < 12:
+    while num_deaths < 10:
         process = shell.start("run", "plan.yaml")
         try:
             process.wait(draw.uniform(0.0, duration_s))
