@@ -86,6 +86,42 @@ class KlConfig(Section):
     """Schulman's estimators; k1 in the loss has no gradient in expectation and is refused."""
 
 
+class OptimConfig(Section):
+    """Adam and its schedule (conf/optim)."""
+
+    lr: PositiveFloat
+    """Peak learning rate."""
+    min_lr: NonNegativeFloat
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine"]
+    """Shape of the decay."""
+    num_warmup_train_steps: NonNegativeInt
+    """Train steps of linear warm-up from 0."""
+    adam_beta1: Decay
+    """First moment's decay."""
+    adam_beta2: Decay
+    """Second moment's decay."""
+    adam_eps: PositiveFloat
+    """Adam's epsilon."""
+    weight_decay: NonNegativeFloat
+    """Decoupled weight decay."""
+    clip_grad: NonNegativeFloat
+    """Largest global gradient norm; 0: no clipping."""
+
+
+class CriticConfig(Section):
+    """The value model of PPO: the policy's architecture and layout with a scalar head, trained beside it."""
+
+    path: str | None
+    """HF directory its layers start from, of the policy's shapes; null: the policy's. The head starts from the seed."""
+    optim: OptimConfig
+    """Adam and its schedule; its train steps are all those of the run."""
+    num_warmup_steps: NonNegativeInt
+    """Steps at the start in which only the critic learns."""
+    value_clip: PositiveFloat | None
+    """The new value is clipped to the old one +- value_clip, and the larger loss counts; null: no clipping."""
+
+
 class RlConfig(Section):
     """Reinforcement learning from groups of rollouts (conf/algo, all but sft)."""
 
@@ -111,6 +147,8 @@ class RlConfig(Section):
     """per_sequence: mean over rollouts of their token means. per_token: mean over all trained tokens."""
     old_logprobs: Literal["recompute", "rollout"]
     """Where the ratio's denominator comes from: a trainer forward pass before the update, or the engine."""
+    critic: CriticConfig | None
+    """The value model; null: advantages come from groups alone."""
 
 
 class SftConfig(Section):
@@ -329,29 +367,6 @@ class WeightSyncConfig(Section):
     """Syncs between checksum comparisons of every tensor, trainer against engine; 0: never."""
     timeout_s: PositiveFloat
     """Longest time for one sync."""
-
-
-class OptimConfig(Section):
-    """Adam and its schedule (conf/optim)."""
-
-    lr: PositiveFloat
-    """Peak learning rate."""
-    min_lr: NonNegativeFloat
-    """Learning rate at the end of the decay."""
-    lr_decay_style: Literal["constant", "linear", "cosine"]
-    """Shape of the decay."""
-    num_warmup_train_steps: NonNegativeInt
-    """Train steps of linear warm-up from 0."""
-    adam_beta1: Decay
-    """First moment's decay."""
-    adam_beta2: Decay
-    """Second moment's decay."""
-    adam_eps: PositiveFloat
-    """Adam's epsilon."""
-    weight_decay: NonNegativeFloat
-    """Decoupled weight decay."""
-    clip_grad: NonNegativeFloat
-    """Largest global gradient norm; 0: no clipping."""
 
 
 class TrackingConfig(Section):

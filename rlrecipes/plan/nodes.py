@@ -72,6 +72,16 @@ class ModelNode(Section):
     """Forward and backward, without attention's quadratic part."""
 
 
+class CriticNode(Section):
+    """The value model, in the trainer's processes and layout."""
+
+    path: str | None
+    """HF directory its layers start from; None: the policy's."""
+    optim: OptimConfig
+    num_train_steps_total: int
+    """Length of its learning-rate schedule, warm-up steps of the run included."""
+
+
 class TrainerNode(Section):
     """The trainer ranks and what each is built with."""
 
@@ -88,8 +98,10 @@ class TrainerNode(Section):
     temperature: float
     """Divides the logits of every trainer logprob, as the engine does."""
     num_train_steps_total: int
-    """Length of the learning-rate schedule."""
+    """Length of the policy's learning-rate schedule."""
     optim: OptimConfig
+    critic: CriticNode | None
+    """Built, trained and saved beside the policy; None: there is none."""
     megatron: NativeOptions
     devices: tuple[DeviceNode, ...]
     """[num_ranks], in rank order (TP fastest, then DP, then PP)."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlrecipes.config.origins import Origins, origin_of, read_default_files
-from rlrecipes.config.schema import ModelConfig, ModelShapes, RlConfig, RunConfig
+from rlrecipes.config.schema import CriticConfig, ModelConfig, ModelShapes, RlConfig, RunConfig, ScheduleConfig
 from rlrecipes.errors import ConfigError, Problem
 from rlrecipes.plan.checks import check_recipe
 from rlrecipes.plan.commands import to_engine_command, to_engine_env, to_router_command
@@ -17,6 +17,7 @@ from rlrecipes.plan.native import judge_native
 from rlrecipes.plan.nodes import (
     PLAN_VERSION,
     BatchNode,
+    CriticNode,
     DeviceNode,
     HostNode,
     ModelNode,
@@ -123,8 +124,10 @@ def _batch(config: RunConfig) -> BatchNode:
 
 
 def _trainer(config: RunConfig, placement: Placement) -> TrainerNode:
-    parallel = config.parallel
+    parallel, schedule = config.parallel, config.schedule
     is_rl = isinstance(config.algo, RlConfig)
+    critic = config.algo.critic if isinstance(config.algo, RlConfig) else None
+    num_policy_steps = schedule.num_steps - (critic.num_warmup_steps if critic else 0)
     return TrainerNode(
         device=config.topology.device,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -137,10 +140,19 @@ def _trainer(config: RunConfig, placement: Placement) -> TrainerNode:
         needs_reference=isinstance(config.algo, RlConfig) and config.algo.kl.placement != "none",
         seed=config.seed,
         temperature=config.rollout.sampling.temperature if is_rl else 1.0,
-        num_train_steps_total=config.schedule.num_steps * config.schedule.num_train_steps,
+        num_train_steps_total=num_policy_steps * schedule.num_train_steps,
         optim=config.optim,
+        critic=_critic(critic, schedule) if critic else None,
         megatron=parallel.megatron,
         devices=placement.trainer,
+    )
+
+
+def _critic(critic: CriticConfig, schedule: ScheduleConfig) -> CriticNode:
+    return CriticNode(
+        path=critic.path,
+        optim=critic.optim,
+        num_train_steps_total=schedule.num_steps * schedule.num_train_steps,
     )
 
 

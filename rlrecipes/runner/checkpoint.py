@@ -54,6 +54,7 @@ _MAY_CHANGE = (
     "trainer.max_tokens_per_micro_batch",
     "trainer.num_threads",
     "trainer.num_train_steps_total",
+    "trainer.critic.num_train_steps_total",
     "trainer.devices",
     "trainer.megatron",
 )
