@@ -144,7 +144,7 @@ class LossSums:
     Attributes:
         loss: sum of loss_weights x loss over trained tokens.
         num_tokens: trained tokens.
-        sums: metric -> sum over trained tokens.
+        sums: metric -> sum over trained tokens; of one whose name ends ``_counts``, all its counts.
         maxima: metric whose name ends ``_max`` -> largest over trained tokens; -inf where there are none.
     """
 
@@ -163,7 +163,10 @@ def build_train_step(reader: LogprobReader, objective: Objective) -> Callable[[I
         total = torch.where(mask, loss * inputs.batch["loss_weights"], 0.0).sum()
         num_tokens = mask.sum(dtype=torch.int)
         with torch.no_grad():
-            sums = {n: torch.where(mask, m, 0.0).sum() for n, m in metrics.items() if not n.endswith("_max")}
+            sums = {
+                n: torch.where(mask, m, 0.0).sum() for n, m in metrics.items() if not n.endswith(("_max", "_counts"))
+            }
+            sums |= {n: m for n, m in metrics.items() if n.endswith("_counts")}
             maxima = {n: torch.where(mask, m, -torch.inf).max() for n, m in metrics.items() if n.endswith("_max")}
         # The schedule divides some losses in place, hence the copy.
         return total, num_tokens, LossSums(total.detach().clone(), num_tokens, sums, maxima)

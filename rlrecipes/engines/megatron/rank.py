@@ -22,6 +22,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from rlrecipes.algos.agreement import compute_off_policy_summary
 from rlrecipes.engines.megatron import cpu
 from rlrecipes.engines.megatron.checkpoint import run_load_checkpoint, run_save_checkpoint
 from rlrecipes.engines.megatron.export import run_export_hf
@@ -331,13 +332,20 @@ class TrainerRank:
 
 def _reduce_over_replicas(found: list[LossSums], group: dist.ProcessGroup) -> dict[str, float]:
     names, maxima = list(found[0].sums), list(found[0].maxima)
-    rows = [torch.stack([s.loss, s.num_tokens, *(s.sums[name] for name in names)]).double() for s in found]
-    sums = torch.stack(rows).sum(0)
+    parts = [[s.loss, s.num_tokens, *(s.sums[name] for name in names)] for s in found]
+    sums = torch.stack([torch.cat([part.double().reshape(-1) for part in row]) for row in parts]).sum(0)
     if group.size() > 1:
         dist.all_reduce(sums, group=group)
-    loss, num_tokens, *totals = sums.tolist()
-    metrics = {"loss": loss, "num_tokens": num_tokens}
-    metrics |= {name: total / max(num_tokens, 1.0) for name, total in zip(names, totals, strict=True)}
+    loss, num_tokens, *totals = torch.split(sums.cpu(), [part.numel() for part in parts[0]])
+    metrics = {"loss": float(loss), "num_tokens": float(num_tokens)}
+    divisor, added = max(metrics["num_tokens"], 1.0), dict(zip(names, totals, strict=True))
+    metrics |= {name: float(total) / divisor for name, total in added.items() if not name.endswith("_counts")}
+    if "off_policy_log_ratio_counts" in added:
+        metrics |= compute_off_policy_summary(
+            counts=added["off_policy_log_ratio_counts"],
+            weight_mean=metrics["off_policy_weight_mean"],
+            weight_square_mean=metrics.pop("off_policy_weight_square_mean"),
+        )
     if maxima:
         highest = torch.stack([torch.stack([s.maxima[name] for name in maxima]) for s in found]).amax(0)
         if group.size() > 1:

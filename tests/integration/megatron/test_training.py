@@ -201,7 +201,8 @@ def test_loss_and_gradient_are_those_of_transformers(family: str, ranks: RankGro
 def poison_masked(batch: Any, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Any:
     loss, metrics = with_maxima(batch, logprobs, entropy)
     mask = batch["loss_mask"]
-    return torch.where(mask, loss, math.nan), {k: torch.where(mask, m, math.nan) for k, m in metrics.items()}
+    poisoned = {k: m if k.endswith("_counts") else torch.where(mask, m, math.nan) for k, m in metrics.items()}
+    return torch.where(mask, loss, math.nan), poisoned
 
 
 def poison_one_token(batch: Any, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Any:

@@ -56,7 +56,13 @@ def test_terms_add_up_in_value_and_gradient():
         "entropy": [2.0, 3.0],
         "rollout_logprob_abs_diff_mean": [0.3, 0.1],
         "rollout_logprob_abs_diff_max": [0.3, 0.1],
+        "mismatch_kl_k1": [0.1, -0.4],
+        "mismatch_kl_k3": [math.exp(-0.1) - 1 + 0.1, math.exp(0.4) - 1 - 0.4],
+        "off_policy_weight_mean": [1.0, 1.0],
+        "off_policy_weight_square_mean": [1.0, 1.0],
+        "off_policy_clip_fraction": [0.0, 0.0],
     }
+    assert metrics.pop("off_policy_log_ratio_counts").sum() == 2
     assert metrics.keys() == expected.keys()
     for name, values in expected.items():
         assert not metrics[name].requires_grad
@@ -95,9 +101,9 @@ def test_only_what_is_given_is_reported():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch": {name: BATCH[name] for name in BATCH if name != "ref_logprobs"}}, r"ref_logprobs \(given: False\)"),
-        ({"kl_estimator": "k1"}, r"\(given: k1\)"),
-        ({"entropy": None}, "no entropy"),
+        ({"batch": {name: BATCH[name] for name in BATCH if name != "ref_logprobs"}}, "there is no ref_kl"),
+        ({"kl_estimator": "k1"}, "no gradient in expectation"),
+        ({"entropy": None}, "there is no entropy"),
         ({"logprobs": LOGPROBS[1:]}, "shapes differ"),
     ],
 )
