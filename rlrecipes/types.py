@@ -199,6 +199,8 @@ class Sample:
         status: of the rollout.
         old_logprobs, ref_logprobs: by the trainer, before the update and by the reference; None until computed.
         advantages: per token; None until computed.
+        old_values: by the critic before the update: of the state before each token; None without a critic.
+        returns: what the critic learns, per token; None without a critic.
         loss_weights: per token; the share of this token in the train step's loss. None until computed.
     """
 
@@ -213,11 +215,21 @@ class Sample:
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     advantages: np.ndarray | None = None
+    old_values: np.ndarray | None = None
+    returns: np.ndarray | None = None
     loss_weights: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         lengths = {"token_ids": len(self.token_ids), "loss_mask": len(self.loss_mask)}
-        optional = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "loss_weights")
+        optional = (
+            "rollout_logprobs",
+            "old_logprobs",
+            "ref_logprobs",
+            "advantages",
+            "old_values",
+            "returns",
+            "loss_weights",
+        )
         lengths |= {name: len(getattr(self, name)) for name in optional if getattr(self, name) is not None}
         _check_aligned("Sample", **lengths)
         if self.loss_mask and self.loss_mask[0]:
@@ -240,7 +252,8 @@ class MicroBatch:
         target_ids: [T] int64, the next token; 0 where there is none.
         loss_mask: [T] bool.
         loss_weights: [T] float32, see ``Sample.loss_weights``; 0 where masked.
-        advantages, old_logprobs, rollout_logprobs, ref_logprobs: [T] float32 or None, 0 where masked.
+        advantages, old_values, returns, old_logprobs, rollout_logprobs, ref_logprobs: [T] float32 or None, 0 where
+            masked.
         sample_indices: which of the train batch's samples these are, in order; padding has none.
     """
 
@@ -252,6 +265,8 @@ class MicroBatch:
     loss_weights: np.ndarray
     sample_indices: tuple[int, ...]
     advantages: np.ndarray | None = None
+    old_values: np.ndarray | None = None
+    returns: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
     rollout_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
@@ -259,7 +274,7 @@ class MicroBatch:
     def __post_init__(self) -> None:
         lengths = {"cu_seqlens[-1]": int(self.cu_seqlens[-1])}
         required = ("token_ids", "position_ids", "target_ids", "loss_mask", "loss_weights")
-        optional = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")
+        optional = ("advantages", "old_values", "returns", "old_logprobs", "rollout_logprobs", "ref_logprobs")
         lengths |= {name: len(getattr(self, name)) for name in required}
         lengths |= {name: len(getattr(self, name)) for name in optional if getattr(self, name) is not None}
         _check_aligned("MicroBatch", **lengths)

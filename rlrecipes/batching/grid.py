@@ -13,7 +13,15 @@ import numpy as np
 from rlrecipes.errors import ContractError
 from rlrecipes.types import MicroBatch, Sample
 
-_OPTIONAL_FIELDS = ("loss_weights", "advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")
+_OPTIONAL_FIELDS = (
+    "loss_weights",
+    "advantages",
+    "old_values",
+    "returns",
+    "old_logprobs",
+    "rollout_logprobs",
+    "ref_logprobs",
+)
 
 
 def build_grid(

@@ -117,6 +117,25 @@ def test_unpacking_is_the_inverse(lengths, data, **layout):
     assert all(array.dtype == np.float32 for array in unpacked)
 
 
+@pytest.mark.parametrize("name", ["old_values", "returns"])
+def test_what_the_critic_reads_is_aligned_and_masked_like_the_rest(name):
+    samples = [
+        sample_of(3, 0, **{name: np.array([9.0, 0.5, -0.25])}),
+        replace(sample_of(3, 1), loss_mask=(False, False, True), **{name: np.array([9.0, np.nan, 2.0])}),
+    ]
+    ((micro_batch,),) = build_grid(samples, num_ranks=1, max_tokens=8)
+    assert getattr(micro_batch, name).tolist() == [0.5, -0.25, 0, 0, 2, 0]
+    assert getattr(micro_batch, name).dtype == np.float32
+    ((without,),) = build_grid(samples_of([3, 3]), num_ranks=1, max_tokens=8)
+    assert getattr(without, name) is None
+    for broken in ([samples[0], sample_of(3, 1)], [replace(samples[0], **{name: None}), samples[1]]):
+        with pytest.raises(ContractError, match=name):
+            build_grid(broken, num_ranks=1, max_tokens=8)
+    for record in (samples[0], micro_batch):
+        with pytest.raises(ContractError, match=f"{name}=2"):
+            replace(record, **{name: np.zeros(2)})
+
+
 @settings(max_examples=50, deadline=None)
 @given(lengths=LENGTHS, **LAYOUT)
 def test_filled_in_fields_do_not_move_a_sample(lengths, **layout):
