@@ -11,49 +11,126 @@ from torch import Tensor
 from rlrecipes.algos.shapes import check_same_shape
 from rlrecipes.errors import ContractError
 
-KlEstimator = Literal["k1", "k2", "k3"]
+KlEstimator = Literal["k1", "k2", "k3", "k3_clamped", "k1_straight_through"]
+
+_CLAMP = 10.0
+_EXPONENT = 20.0
+"""exp of it is far beyond the clamp, and finite: infinity times the clamp's gradient of 0 would be NaN."""
 
 
-def compute_kl(*, logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
-    """Estimate KL(policy || reference) at tokens drawn from the policy.
+def compute_kl(
+    *, logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator, old_logprobs: Tensor | None = None
+) -> Tensor:
+    """Estimate KL(policy || reference) at sampled tokens.
 
     Formula::
 
-        d  = logprobs - ref_logprobs
-        k1 = d                      d k1 / d logprobs = 1
-        k2 = d^2 / 2                d k2 / d logprobs = d
-        k3 = exp(-d) - 1 + d        d k3 / d logprobs = 1 - exp(-d)
+        d = logprobs - ref_logprobs
+        w = exp(logprobs - old_logprobs)           its gradient included; 1 without old_logprobs
 
-    Values: k1 and k3 are unbiased, k2 is not; k2 and k3 are never negative. Gradients, in expectation over tokens
-    drawn from the policy: k1 has none (E[grad log policy] = 0, it only adds noise), k2 has that of
-    KL(policy || reference), k3 that of KL(reference || policy). As a loss use k2 or k3; k1 belongs in the reward.
+        k1                   w d                            gradient to logprobs    w (d + 1), without weight 1
+        k2                   w d^2 / 2                                              w (d^2 / 2 + d), without weight d
+        k3                   w (exp(-d) - 1 + d)                                    w d, without weight 1 - exp(-d)
+        k3_clamped           min(k3, 10)                                            of k3, and 0 where clamped
+        k1_straight_through  d                                                      d
+
+    In expectation over tokens drawn from the policy:
+
+    ====================  ====================  =================================================
+    estimator             value                 gradient
+    ====================  ====================  =================================================
+    k1                    KL(policy || ref)     0: E[grad log policy] = 0, it only adds noise
+    k2                    biased                of KL(policy || ref)
+    k3                    KL(policy || ref)     of KL(ref || policy)
+    k3_clamped            less or equal to k3   of k3 over tokens that are not clamped
+    k1_straight_through   KL(policy || ref)     of KL(policy || ref)
+    ====================  ====================  =================================================
+
+    With ``old_logprobs``, in expectation over tokens drawn from the *old* policy, weighted k1 and k3 have the value and
+    the gradient of KL(policy || ref), also on the first train step, where the weight is 1 but its gradient is not 0.
+    Weighted k2 has the gradient of its own expectation. k2 and k3 are never negative.
 
     Args:
         logprobs: any shape, nats, of the current policy.
         ref_logprobs: same shape, nats, of the reference.
-        estimator: k1, k2 or k3.
+        estimator: one of the above.
+        old_logprobs: same shape, nats, of the policy that drew the tokens: weights the estimate. None for no weight.
 
     Returns:
-        Same shape, nats.
+        Same shape, nats. Gradients reach ``logprobs`` alone.
 
     Raises:
-        ContractError: shapes differ, or the estimator is unknown.
+        ContractError: shapes differ, the estimator is unknown, or the straight-through form is to be weighted, which
+            would count the correction twice.
+
+    Differs:
+        k3_clamped is slime's low_var_kl: clamped after the weight, not before. slime clamps at -10 too, which k3 never
+        reaches, and without bounds on the exponents, so that a difference beyond 88 gives NaN in its gradient; here
+        they are held to [-20, 20] in this estimator.
 
     Source:
         Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html; k3 is equation 4 of Shao et al.
-        2024, arXiv:2402.03300.
+        2024, arXiv:2402.03300; weighted k3 equation 7 of DeepSeek-AI 2025 (V3.2), arXiv:2512.02556.
     """
-    check_same_shape("compute_kl", logprobs=logprobs, ref_logprobs=ref_logprobs)
-    difference = logprobs - ref_logprobs
+    ref_logprobs = ref_logprobs.detach()
+    old_logprobs = logprobs if old_logprobs is None else old_logprobs.detach()
+    check_same_shape("compute_kl", logprobs=logprobs, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs)
+    is_weighted = old_logprobs is not logprobs
+    difference, log_weight = logprobs - ref_logprobs, logprobs - old_logprobs
+    if estimator == "k3_clamped":
+        difference, log_weight = (x.clamp(-_EXPONENT, _EXPONENT) for x in (difference, log_weight))
     match estimator:
         case "k1":
-            return difference
+            kl = difference
         case "k2":
-            return difference.square() / 2
-        case "k3":
+            kl = difference.square() / 2
+        case "k3" | "k3_clamped":
             # expm1: exp(-d) - 1 + d loses every digit of a KL below 1e-8 in float32.
-            return torch.expm1(-difference) + difference
-    raise ContractError("algos.compute_kl.estimator", f"unknown estimator {estimator!r}", "use k1, k2 or k3")
+            kl = torch.expm1(-difference) + difference
+        case "k1_straight_through" if not is_weighted:
+            surrogate = difference.square() / 2
+            kl = difference.detach() + (surrogate - surrogate.detach())
+        case _:
+            raise ContractError(
+                "algos.compute_kl.estimator",
+                f"unknown estimator {estimator!r}, weighted: {is_weighted}",
+                "use k1, k2, k3 or k3_clamped, or k1_straight_through without old_logprobs",
+            )
+    weighted = log_weight.exp() * kl if is_weighted else kl
+    return weighted.clamp(max=_CLAMP) if estimator == "k3_clamped" else weighted
+
+
+def compute_kl_loss(
+    *, logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator, old_logprobs: Tensor | None = None
+) -> Tensor:
+    """Estimate a KL to be minimised: ``compute_kl``, refused where its gradient is 0 in expectation.
+
+    Formula::
+
+        compute_kl(...)                 k1 only with old_logprobs
+
+    Args:
+        logprobs: any shape, nats, of the current policy.
+        ref_logprobs: same shape, nats, of the reference.
+        estimator: see ``compute_kl``.
+        old_logprobs: see ``compute_kl``.
+
+    Returns:
+        Same shape, nats. Gradients reach ``logprobs`` alone.
+
+    Raises:
+        ContractError: k1 without weight; or as ``compute_kl``.
+
+    Source:
+        See ``compute_kl``.
+    """
+    if estimator == "k1" and old_logprobs is None:
+        raise ContractError(
+            "algos.compute_kl_loss.estimator",
+            "k1 as a loss has no gradient in expectation: it adds noise and pulls nowhere",
+            "use k1_straight_through, k2 or k3, or weight it with old_logprobs",
+        )
+    return compute_kl(logprobs=logprobs, ref_logprobs=ref_logprobs, estimator=estimator, old_logprobs=old_logprobs)
 
 
 def compute_kl_penalized_rewards(

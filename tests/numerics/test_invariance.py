@@ -23,7 +23,8 @@ from rlrecipes.types import Sample
 VOCABULARY, WIDTH = 7, 4
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "kl_coef_in_loss": 0.3, "entropy_coef": 0.05}
 POLICY = partial(compute_policy_objective, kl_estimator="k3", **OPTIONS)
-MODES = st.sampled_from(["per_sequence", "per_token"])
+MODES = st.sampled_from(["per_sequence", "per_rollout", "per_prompt", "per_token", "constant"])
+DIVISOR = 8.0
 OBJECTIVES = st.sampled_from([POLICY, compute_sft_objective])
 LAYOUTS = st.fixed_dictionaries(
     {
@@ -89,6 +90,8 @@ def run_step(samples, mode, objective, poison=0.0, dtype=torch.float64, **layout
         mode=mode,
         loss_masks=[torch.tensor(sample.loss_mask) for sample in samples],
         rollout_ids=[(sample.prompt_index, sample.sibling) for sample in samples],
+        prompt_ids=[sample.prompt_index for sample in samples],
+        divisor=DIVISOR,
     )
     weighted = [replace(s, loss_weights=w.numpy()) for s, w in zip(samples, weights, strict=True)]
     parameters = make_parameters(dtype)
@@ -131,18 +134,19 @@ def slow_token_loss(objective, parameters, sample, place):
 def slow_step(samples, mode, objective):
     """Loss and gradients of one train step, straight from the definition."""
     parameters = make_parameters()
-    losses = {(sample.prompt_index, sample.sibling): [] for sample in samples}
-    for sample in samples:
+    losses = {}
+    for index, sample in enumerate(samples):
+        unit = {
+            "per_sequence": index,
+            "per_prompt": sample.prompt_index,
+            "per_token": "all",
+        }.get(mode, (sample.prompt_index, sample.sibling))
         trained = [place for place, is_trained in enumerate(sample.loss_mask) if is_trained]
-        losses[sample.prompt_index, sample.sibling] += [
-            slow_token_loss(objective, parameters, sample, place) for place in trained
-        ]
-    tokens = [loss for rollout in losses.values() for loss in rollout]
-    zero = 0.0 * sum(parameter.sum() for parameter in parameters)
-    if mode == "per_token":
-        total = zero + sum(tokens) / max(len(tokens), 1)
-    else:
-        total = zero + sum(sum(rollout) / len(rollout) for rollout in losses.values() if rollout) / len(losses)
+        losses.setdefault(unit, []).extend(slow_token_loss(objective, parameters, sample, place) for place in trained)
+    total = 0.0 * sum(parameter.sum() for parameter in parameters)
+    for unit_losses in losses.values():
+        denominator = DIVISOR if mode == "constant" else max(len(unit_losses), 1)
+        total = total + sum(unit_losses) / denominator / len(losses)
     total.backward()
     return float(total.detach()), [parameter.grad for parameter in parameters]
 
