@@ -78,6 +78,26 @@ def test_a_draft_left_by_a_killed_process_is_no_checkpoint(tmp_path):
     assert not draft.exists()
 
 
+@pytest.mark.parametrize("step", [3, 2])  # an earlier one goes, or the one that is replaced
+def test_a_death_while_one_is_removed_leaves_no_half_of_it(tmp_path, monkeypatch, step):
+    store = CheckpointStore(tmp_path, num_kept=2)
+    save(store, 1)
+    save(store, 2)
+
+    def die(path, **_):
+        (path / "weights").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("rlrecipes.runner.checkpoint.shutil.rmtree", die)
+        save(store, step)
+    checkpoints = tmp_path / "checkpoints"
+    assert store.find_latest().name == f"step_{step:08d}"
+    assert all((path / "weights").exists() for path in checkpoints.glob("step_*"))
+    save(store, 4)
+    assert not list(checkpoints.glob(".*"))
+
+
 def test_a_damaged_state_says_where(tmp_path):
     store = CheckpointStore(tmp_path, num_kept=2)
     path = save(store, 1)
