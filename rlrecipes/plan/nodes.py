@@ -97,6 +97,10 @@ class TrainerNode(Section):
     seed: int
     temperature: float
     """Divides the logits of every trainer logprob, as the engine does."""
+    top_p: float = 1.0
+    """Trainer logprobs are of the tokens it keeps, as the engine's samples are."""
+    top_k: int = -1
+    """The same; -1 keeps all."""
     num_train_steps_total: int
     """Length of the policy's learning-rate schedule."""
     optim: OptimConfig

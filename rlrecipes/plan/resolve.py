@@ -140,6 +140,8 @@ def _trainer(config: RunConfig, placement: Placement) -> TrainerNode:
         needs_reference=isinstance(config.algo, RlConfig) and config.algo.kl.placement != "none",
         seed=config.seed,
         temperature=config.rollout.sampling.temperature if is_rl else 1.0,
+        top_p=config.rollout.sampling.top_p if is_rl else 1.0,
+        top_k=config.rollout.sampling.top_k if is_rl else -1,
         num_train_steps_total=num_policy_steps * schedule.num_train_steps,
         optim=config.optim,
         critic=_critic(critic, schedule) if critic else None,

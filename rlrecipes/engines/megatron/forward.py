@@ -86,25 +86,40 @@ class LogprobReader:
         temperature: divides the logits.
         vocab_size: rows that are no padding.
         group: TP ranks.
+        top_p: the engine's; 1 cuts nothing.
+        top_k: the engine's; -1 cuts nothing.
     """
 
     temperature: float
     vocab_size: int
     group: dist.ProcessGroup
+    top_p: float = 1.0
+    top_k: int = -1
 
-    def read(self, inputs: Inputs, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logprobs of ``target_ids`` and entropy, [T] each, 0 where nothing is trained; logits as computed above."""
+    def read(self, inputs: Inputs, logits: Tensor) -> tuple[Batch, Tensor, Tensor]:
+        """Logprobs of ``target_ids`` and entropy, [T] each, 0 where nothing is trained; logits as computed above.
+
+        The batch comes back with ``rollout_logprobs`` of the distribution that the logprobs are of. Engines report the
+        tokens' logprobs before top_p and top_k cut and renormalise (see ``types.Completion``), so the log-mass of the
+        kept tokens leaves them, as these weights have it. In the first train step after a weight sync that is the
+        engine's, up to rounding; later it has moved as far as the policy has.
+        """
         targets, positions = inputs.batch["target_ids"], inputs.positions
         found = compute_logprobs(
             logits,
             targets if positions is None else targets[positions],
             temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
             vocab_size=self.vocab_size,
             group=self.group,
         )
-        logprobs, entropy = (x if positions is None else _spread(x, positions, len(targets)) for x in found)
-        mask = inputs.batch["loss_mask"]
-        return torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
+        mask, batch = inputs.batch["loss_mask"], inputs.batch
+        spread_out = (x if positions is None else _spread(x, positions, len(targets)) for x in found)
+        logprobs, entropy, kept_log_mass = (torch.where(mask, x, 0.0) for x in spread_out)
+        if "rollout_logprobs" in batch:
+            batch = {**batch, "rollout_logprobs": batch["rollout_logprobs"] - kept_log_mass}
+        return batch, logprobs, entropy
 
 
 def _spread(values: Tensor, positions: Tensor, length: int) -> Tensor:
@@ -128,7 +143,8 @@ def build_logprob_step(reader: LogprobReader) -> Callable[[Iterator[Inputs], Any
     """Build a forward step that collects logprobs, to be run with ``collect_non_loss_data``."""
 
     def read(inputs: Inputs, out: Tensor, non_loss_data: bool = True) -> Tensor:
-        return reader.read(inputs, out)[0]
+        logprobs: Tensor = reader.read(inputs, out)[1]
+        return logprobs
 
     def step(micro_batches: Iterator[Inputs], model: Any) -> Output:
         inputs, out = _run_model(micro_batches, model)
@@ -159,7 +175,7 @@ def build_train_step(reader: LogprobReader, objective: Objective) -> Callable[[I
 
     def compute_loss(inputs: Inputs, out: Tensor) -> tuple[Tensor, Tensor, LossSums]:
         mask = inputs.batch["loss_mask"]
-        loss, metrics = objective(inputs.batch, *reader.read(inputs, out))
+        loss, metrics = objective(*reader.read(inputs, out))
         total = torch.where(mask, loss * inputs.batch["loss_weights"], 0.0).sum()
         num_tokens = mask.sum(dtype=torch.int)
         with torch.no_grad():

@@ -78,7 +78,9 @@ class TrainerRank:
         config.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: finalize_model_grads(chunks, **kw)
         self._schedule = get_forward_backward_func()
         group = parallel_state.get_tensor_model_parallel_group()
-        self._reader = LogprobReader(trainer.temperature, model.shapes.vocab_size, group)
+        self._reader = LogprobReader(
+            trainer.temperature, model.shapes.vocab_size, group, top_p=trainer.top_p, top_k=trainer.top_k
+        )
         self._weights = WeightMap(self._gpt, model.shapes, group)
         self._reference: dict[str, Tensor] = {}
 
