@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from rlrecipes.algos.objective import compute_policy_objective, compute_sft_objective
+from rlrecipes.algos.objective import compute_custom_objective, compute_policy_objective, compute_sft_objective
+from rlrecipes.algos.off_policy import OffPolicy
 from rlrecipes.errors import ContractError
 
 OPTIONS = {
@@ -26,6 +27,43 @@ BATCH = {
 }
 LOGPROBS = torch.tensor([0.0, -1.0, -2.0, 0.0])
 ENTROPY = torch.tensor([0.0, 2.0, 3.0, 0.0])
+PACKED = BATCH | {"sample_index": torch.tensor([0, 0, 0, 1]), "staleness": torch.tensor([0.0, 2.0, 4.0, 0.0])}
+TOPK = {
+    "topk_logprobs": torch.tensor([[0.0], [0.25], [0.5], [0.0]]).log(),
+    "teacher_topk_logprobs": torch.tensor([[0.0], [0.5], [0.5], [0.0]]).log(),
+}
+PLAIN = {"dual_clip": None, "kl_coef_in_loss": 0.0, "entropy_coef": 0.0}
+
+
+def double_loss(batch, logprobs, entropy, *, factor):
+    """A loss of one's own, which reads the batch and would spread what stands in masked slots."""
+    loss = -factor * logprobs * batch["advantages"].sum()
+    return loss, {"double": loss, **({} if entropy is None else {"entropy_sum": entropy * entropy.sum()})}
+
+
+def half_loss(batch, logprobs, entropy):
+    return logprobs[::2], {}
+
+
+def reduced_metric(batch, logprobs, entropy):
+    return logprobs, {"mean": logprobs.mean()}
+
+
+CUSTOM = partial(compute_custom_objective, function=double_loss, options={"factor": 2.0})
+OBJECTIVES = {
+    "clipped": partial(compute_policy_objective, **OPTIONS),
+    "gspo": partial(compute_policy_objective, policy_loss="gspo", **OPTIONS),
+    "cispo": partial(compute_policy_objective, policy_loss="cispo", **OPTIONS | {"dual_clip": None}),
+    "unbiased": partial(compute_policy_objective, kl_is_unbiased=True, **OPTIONS),
+    "corrected": partial(
+        compute_policy_objective,
+        off_policy=OffPolicy(correction="sequence_mis", veto=0.01, opsm_delta=0.2, staleness_power=1.0),
+        distillation_topk_coef=0.7,
+        **OPTIONS,
+    ),
+    "sft": compute_sft_objective,
+    "custom": CUSTOM,
+}
 
 
 def run(batch=BATCH, logprobs=LOGPROBS, entropy=ENTROPY, objective=compute_policy_objective, **options):
@@ -70,11 +108,15 @@ def test_terms_add_up_in_value_and_gradient():
 
 
 @pytest.mark.parametrize("poison", [math.nan, 1e9, -1e9, math.inf])
-@pytest.mark.parametrize("objective", [partial(compute_policy_objective, **OPTIONS), compute_sft_objective])
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
 def test_what_stands_in_masked_slots_changes_nothing(poison, objective):
-    clean = run(objective=objective)
+    batch = PACKED | TOPK
+    clean = run(batch, objective=objective)
     poisoned_batch = {
-        name: tensor if name == "loss_mask" else torch.where(MASK, tensor, poison) for name, tensor in BATCH.items()
+        name: torch.where(MASK if tensor.ndim == 1 else MASK[:, None], tensor, poison)
+        if tensor.is_floating_point()
+        else tensor
+        for name, tensor in batch.items()
     }
     poisoned = run(poisoned_batch, torch.where(MASK, LOGPROBS, poison), torch.where(MASK, ENTROPY, poison), objective)
     for got, expected in zip(poisoned[:3], clean[:3], strict=True):
@@ -82,6 +124,75 @@ def test_what_stands_in_masked_slots_changes_nothing(poison, objective):
         assert got is None or torch.equal(got, expected)
     assert all(torch.equal(poisoned[3][name], metric) for name, metric in clean[3].items())
     assert not clean[1][~MASK].any()
+
+
+def test_policy_losses_differ_in_ratio_and_gradient():
+    found = {
+        kind: run(PACKED, policy_loss=kind, clip_low=0.2, clip_high=0.28, kl_estimator="k3", **PLAIN)
+        for kind in ("clipped", "gspo", "cispo")
+    }
+    mean = math.exp((0.4 - 0.5) / 2)
+    torch.testing.assert_close(found["clipped"][0][MASK], torch.tensor([-1.28, 0.8]))
+    torch.testing.assert_close(found["gspo"][0][MASK], torch.tensor([-mean, mean]))
+    torch.testing.assert_close(found["gspo"][3]["ratio_mean"][MASK], torch.tensor([mean, mean]))
+    # The two tokens pull against one another over their common mean.
+    torch.testing.assert_close(found["gspo"][1], torch.zeros(4), atol=1e-7, rtol=0)
+    torch.testing.assert_close(found["cispo"][0][MASK], torch.tensor([1.28 * 1.0, -0.8 * 2.0]))
+    torch.testing.assert_close(found["cispo"][1], torch.tensor([0.0, -1.28, 0.8, 0.0]))
+
+
+def test_weights_multiply_and_a_mask_leaves_the_other_terms():
+    options = {"clip_low": 0.2, "clip_high": 0.28, "kl_estimator": "k3", **PLAIN | {"entropy_coef": 0.1}}
+    corrected = OffPolicy(correction="token_tis", high=1.0, staleness_power=0.5)
+    loss, gradient, _, metrics = run(PACKED, off_policy=corrected, **options)
+    # old - rollout: -.1 and .4; ages 2 and 4.
+    weights = torch.tensor([math.exp(-0.1) / math.sqrt(2), 1.0 / 2])
+    torch.testing.assert_close(loss[MASK], weights * torch.tensor([-1.28, 0.8]) - 0.1 * ENTROPY[MASK])
+    torch.testing.assert_close(metrics["policy_loss"][MASK], weights * torch.tensor([-1.28, 0.8]))
+    torch.testing.assert_close(metrics["off_policy_weight_mean"][MASK], weights)
+    torch.testing.assert_close(metrics["off_policy_weight_square_mean"][MASK], weights.square())
+    assert metrics["off_policy_clip_fraction"][MASK].tolist() == [0.0, 1.0]
+    assert not gradient.any()  # both tokens are clipped
+    # The mean of old - current is (-.4 + .5) / 2; only the token with a bad advantage goes.
+    loss, _, _, metrics = run(PACKED, off_policy=OffPolicy(opsm_delta=0.04), **options)
+    torch.testing.assert_close(loss[MASK], torch.tensor([-1.28 - 0.2, -0.3]))
+    assert metrics["opsm_fraction"][MASK].tolist() == [0.0, 1.0]
+    assert run(PACKED, off_policy=OffPolicy(opsm_delta=0.06), **options)[3]["opsm_fraction"].tolist() == [0.0] * 4
+
+
+def test_top_k_of_the_teacher_is_a_term_and_a_metric():
+    batch = PACKED | TOPK
+    options = {"clip_low": 0.2, "clip_high": 0.28, "kl_estimator": "k3", **PLAIN}
+    expected = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
+    plain, _, _, metrics = run(batch, **options)
+    torch.testing.assert_close(metrics["teacher_topk_kl"][MASK], torch.tensor([expected, 0.0]))
+    loss, _, _, _ = run(batch, distillation_topk_coef=2.0, **options)
+    torch.testing.assert_close((loss - plain)[MASK], torch.tensor([2 * expected, 0.0]))
+
+
+def test_an_unbiased_kl_is_weighted_by_the_ratio_with_its_gradient():
+    options = OPTIONS | {"entropy_coef": 0.0, "kl_estimator": "k3", "kl_coef_in_loss": 1.0, "dual_clip": None}
+    _, gradient, _, metrics = run(kl_is_unbiased=True, **options)
+    ratio = torch.tensor([math.exp(0.4), math.exp(-0.5)])
+    kl = torch.tensor([math.exp(-0.2) - 1 + 0.2, math.exp(0.5) - 1 - 0.5])
+    torch.testing.assert_close(metrics["ref_kl"][MASK], ratio * kl)
+    # Both tokens are clipped: what is left is d (w k3) = w (logprobs - ref_logprobs).
+    torch.testing.assert_close(gradient[MASK], ratio * torch.tensor([0.2, -0.5]))
+
+
+def test_a_loss_of_ones_own_gets_its_options_and_sees_no_masked_slot():
+    loss, gradient, _, metrics = run(BATCH | {"advantages": torch.tensor([7.0, 2.0, 1.0, 7.0])}, objective=CUSTOM)
+    assert loss.tolist() == [0.0, 6.0, 12.0, 0.0]
+    assert gradient.tolist() == [0.0, -6.0, -6.0, 0.0]
+    assert metrics["entropy_sum"].tolist() == [0.0, 10.0, 15.0, 0.0]
+    assert not metrics["double"].requires_grad
+    assert set(run(entropy=None, objective=CUSTOM)[3]) == {"double"}
+
+
+@pytest.mark.parametrize(("function", "name"), [(half_loss, r"loss=\[2\]"), (reduced_metric, r"mean=\[\]")])
+def test_a_loss_of_ones_own_that_reduces_is_refused(function, name):
+    with pytest.raises(ContractError, match=name):
+        run(objective=partial(compute_custom_objective, function=function, options={}))
 
 
 def test_weights_of_zero_leave_terms_to_the_metrics():
@@ -105,6 +216,22 @@ def test_only_what_is_given_is_reported():
         ({"kl_estimator": "k1"}, "no gradient in expectation"),
         ({"entropy": None}, "there is no entropy"),
         ({"logprobs": LOGPROBS[1:]}, "shapes differ"),
+        ({"batch": BATCH | {"loss_mask": MASK[:3]}}, "shapes differ"),
+        ({"policy_loss": "gspo"}, "there is no sample_index"),
+        ({"policy_loss": "ppo"}, "no policy loss 'ppo'"),
+        ({"policy_loss": "cispo"}, "no policy loss 'cispo' with dual_clip=3.0"),
+        ({"distillation_topk_coef": 0.1}, "there is no teacher_topk_kl"),
+        ({"off_policy": OffPolicy(opsm_delta=0.1)}, "there is no sample_index"),
+        ({"off_policy": OffPolicy(staleness_power=1.0)}, "there is no staleness"),
+        ({"off_policy": OffPolicy(correction="sequence_tis")}, "needs to know which sample"),
+        (
+            {
+                "batch": {name: BATCH[name] for name in BATCH if name != "rollout_logprobs"},
+                "off_policy": OffPolicy(correction="icepop"),
+            },
+            "there is no rollout_logprobs",
+        ),
+        ({"batch": BATCH | {name: rows[1:] for name, rows in TOPK.items()}}, "shapes differ"),
     ],
 )
 def test_a_weighted_term_without_its_input_is_refused(change, message):
@@ -112,9 +239,12 @@ def test_a_weighted_term_without_its_input_is_refused(change, message):
         run(**OPTIONS | change)
 
 
-def test_objectives_pickle_with_their_options():
-    objective = pickle.loads(pickle.dumps(partial(compute_policy_objective, **OPTIONS)))
-    torch.testing.assert_close(run(objective=objective)[0], run(**OPTIONS)[0])
+@pytest.mark.parametrize("name", ["clipped", "corrected", "custom"])
+def test_objectives_pickle_with_their_options(name):
+    objective = pickle.loads(pickle.dumps(OBJECTIVES[name]))
+    torch.testing.assert_close(
+        run(PACKED | TOPK, objective=objective)[0], run(PACKED | TOPK, objective=OBJECTIVES[name])[0]
+    )
 
 
 def test_sft_objective_is_the_negative_logprob_of_trained_tokens():
