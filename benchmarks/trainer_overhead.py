@@ -133,7 +133,7 @@ def build_micro_batches(num_tokens: int, vocab_size: int) -> list[MicroBatch]:
 
 def build_bare_step(rank: TrainerRank, micro_batches: list[MicroBatch]) -> Callable[[], None]:
     """Megatron's own loop: cross entropy of the labels, masked mean, optimizer step."""
-    ddp, optimizer = rank._ddp, rank._optimizer
+    ddp, optimizer = rank._policy.ddp, rank._policy.optimizer
     schedule = get_forward_backward_func()
     tensors = []
     for micro in micro_batches:

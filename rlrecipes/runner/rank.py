@@ -90,6 +90,14 @@ class RankWorker:
         """One optimizer update."""
         return self.trainer.train_step(list(micro_batches), objective, list(without_gradient))
 
+    def compute_values(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+        """Values by the critic of this data-parallel rank's micro-batches; empty on ranks that hold no output."""
+        return self.trainer.compute_values(list(micro_batches))
+
+    def critic_step(self, micro_batches: Sequence[MicroBatch], objective: Callable[..., Any]) -> dict[str, float]:
+        """One optimizer update of the critic."""
+        return self.trainer.critic_step(list(micro_batches), objective)
+
     def measure_peak_flops(self) -> float:
         """What this process's device multiplies at best, FLOP/s: measured on CPU, where no data sheet tells."""
         import torch

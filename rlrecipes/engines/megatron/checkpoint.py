@@ -12,12 +12,12 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlrecipes.engines.megatron.agreement import run_together
+from rlrecipes.engines.megatron.trained_model import TrainedModel
 
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -26,46 +26,53 @@ _METADATA = {
     "singleton_local_shards": False,
 }
 """The one format that loads at another TP, PP and DP."""
-_REFERENCE_PREFIX = "reference."
+_REFERENCE_PREFIX, _CRITIC_PREFIX = "reference.", "critic."
 
 
 def _build_state(
-    ddp: DistributedDataParallel, optimizer: ChainedOptimizer, reference: dict[str, Tensor], *, is_loading: bool
+    policy: TrainedModel, critic: TrainedModel | None, reference: dict[str, Tensor], *, is_loading: bool
 ) -> dict[str, Any]:
-    # A fresh dict a call: Megatron keeps the process groups of the moment in it.
-    metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    model = ddp.module.sharded_state_dict(metadata=metadata)
-    state = {
-        "model": model,
-        "optimizer": optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
-    }
+    state = _build_model_state(policy, is_loading=is_loading)
     if reference:  # the model's sharding with the reference's tensors in it
-        sharding = ddp.module.sharded_state_dict(metadata=metadata)
+        sharding = policy.gpt.sharded_state_dict(metadata=_build_metadata())
         state["reference"] = {name: replace(sharding[name], data=tensor) for name, tensor in reference.items()}
         add_prefix_for_sharding(state["reference"], _REFERENCE_PREFIX)
+    if critic is not None:
+        state["critic"] = _build_model_state(critic, is_loading=is_loading)
+        add_prefix_for_sharding(state["critic"], _CRITIC_PREFIX)
     return state
 
 
+def _build_metadata() -> dict[str, Any]:
+    # A fresh dict a call: Megatron keeps the process groups of the moment in it.
+    return {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
+def _build_model_state(model: TrainedModel, *, is_loading: bool) -> dict[str, Any]:
+    metadata = _build_metadata()
+    sharding = model.gpt.sharded_state_dict(metadata=metadata)
+    return {
+        "model": sharding,
+        "optimizer": model.optimizer.sharded_state_dict(sharding, is_loading=is_loading, metadata=metadata),
+        "num_train_steps": model.num_train_steps,
+    }
+
+
 def run_save_checkpoint(
-    ddp: DistributedDataParallel,
-    optimizer: ChainedOptimizer,
-    num_train_steps: int,
-    reference: dict[str, Tensor],
-    directory: Path,
+    policy: TrainedModel, critic: TrainedModel | None, reference: dict[str, Tensor], directory: Path
 ) -> None:
     """Write a checkpoint; every rank calls this.
 
     Args:
-        ddp: the model, wrapped.
-        optimizer: its optimizer.
-        num_train_steps: done so far.
+        policy: with its optimizer and schedule.
+        critic: the same; its tensors are named ``critic.*`` in the checkpoint. None when there is none.
         reference: the reference's weights by parameter name; empty when none is kept.
         directory: where; made if missing.
 
     Raises:
         CheckpointError: it cannot be written; on every rank.
     """
-    state = _build_state(ddp, optimizer, reference, is_loading=False) | {"num_train_steps": num_train_steps}
+    state = _build_state(policy, critic, reference, is_loading=False)
     fix = "free space or fix permissions there; earlier checkpoints are untouched"
     run_together(str(directory), fix, lambda: directory.mkdir(parents=True, exist_ok=True))
     run_together(str(directory), fix, lambda: _run_write(state, directory))
@@ -83,42 +90,51 @@ def _run_write(state: dict[str, Any], directory: Path) -> None:
 
 
 def run_load_checkpoint(
-    ddp: DistributedDataParallel, optimizer: ChainedOptimizer, reference: dict[str, Tensor], directory: Path
-) -> int:
+    policy: TrainedModel, critic: TrainedModel | None, reference: dict[str, Tensor], directory: Path
+) -> None:
     """Restore a checkpoint saved at any layout; every rank calls this.
 
     Args:
-        ddp: the model, wrapped; filled.
-        optimizer: filled; learning rate and Adam's numbers stay its own.
+        policy: filled; learning rate and Adam's numbers stay its own.
+        critic: the same; None when there is none.
         reference: filled in place; empty when none is kept.
         directory: from :func:`run_save_checkpoint`.
 
-    Returns:
-        Train steps done.
-
     Raises:
-        CheckpointError: it is missing, broken, or of another model; on every rank.
+        CheckpointError: it is missing, broken, of another model, or only one of it and the recipe has a critic; on
+            every rank.
     """
     loaded: dict[str, Any] = {}
 
     def load() -> None:
         if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
             raise FileNotFoundError("holds no trainer checkpoint")
-        metadata = dist_checkpointing.load_tensors_metadata(str(directory))
-        if reference and not any(key.startswith(_REFERENCE_PREFIX) for key in metadata):
+        keys = dist_checkpointing.load_tensors_metadata(str(directory)).keys()
+        if reference and not any(key.startswith(_REFERENCE_PREFIX) for key in keys):
             raise FileNotFoundError("holds no reference, which this recipe needs")
-        state = _build_state(ddp, optimizer, reference, is_loading=True)
+        has_critic = any(key.startswith(_CRITIC_PREFIX) for key in keys)
+        if has_critic and critic is None:
+            raise ValueError("holds a critic, which this recipe lacks: algo.critic is null")
+        if critic is not None and not has_critic:
+            raise FileNotFoundError("holds no critic, which this recipe needs: algo.critic is set")
+        state = _build_state(policy, critic, reference, is_loading=True)
         try:
             loaded.update(dist_checkpointing.load(state, str(directory)))
         except CheckpointException as error:
             raise OSError(f"cannot be read: {error}") from error
 
     run_together(str(directory), "resume from an earlier checkpoint, or with the recipe it was made with", load)
-    ddp.module.load_state_dict(loaded["model"])
-    _restore_optimizer(optimizer, loaded["optimizer"])
+    _restore(policy, loaded)
+    if critic is not None:
+        _restore(critic, loaded["critic"])
     for name, tensor in reference.items():
         tensor.copy_(loaded["reference"][name])
-    return int(loaded["num_train_steps"])
+
+
+def _restore(model: TrainedModel, state: dict[str, Any]) -> None:
+    model.gpt.load_state_dict(state["model"])
+    _restore_optimizer(model.optimizer, state["optimizer"])
+    model.resume(int(state["num_train_steps"]))
 
 
 def _restore_optimizer(optimizer: ChainedOptimizer, state: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ from rlrecipes.engines.megatron.logprobs import compute_logprobs
 from rlrecipes.types import MicroBatch
 
 Batch = Mapping[str, Tensor]
-Objective = Callable[[Batch, Tensor, Tensor | None], tuple[Tensor, dict[str, Tensor]]]
-"""(batch, logprobs [T], entropy [T]) -> (loss [T], metrics [T] each); see rlrecipes/algos/objective.py."""
+Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+"""(the batch and what else the reader reads) -> (loss [T], metrics [T] each): of logprobs and entropy [T] see
+rlrecipes/algos/objective.py, of values [T] rlrecipes/algos/value_loss.py."""
 Output = tuple[Tensor, Callable[..., Any]]
 
 
@@ -56,6 +57,13 @@ def build_inputs(micro_batch: MicroBatch, *, device: str, is_sequence_parallel: 
     if not len(positions):  # nothing but padding: keep one, so that every gradient exists
         positions = positions.new_zeros(1)
     return Inputs(batch, packed, None if is_sequence_parallel else positions)
+
+
+class Reader(Protocol):
+    """Reads from the last stage's output what an objective is about."""
+
+    def read(self, inputs: Inputs, out: Tensor) -> tuple[Any, ...]:
+        """The batch as the objective is to see it, then what was read: [T] each, 0 where nothing is trained."""
 
 
 def compute_logits(
@@ -115,14 +123,15 @@ class LogprobReader:
             group=self.group,
         )
         mask, batch = inputs.batch["loss_mask"], inputs.batch
-        spread_out = (x if positions is None else _spread(x, positions, len(targets)) for x in found)
+        spread_out = (x if positions is None else spread(x, positions, len(targets)) for x in found)
         logprobs, entropy, kept_log_mass = (torch.where(mask, x, 0.0) for x in spread_out)
         if "rollout_logprobs" in batch:
             batch = {**batch, "rollout_logprobs": batch["rollout_logprobs"] - kept_log_mass}
         return batch, logprobs, entropy
 
 
-def _spread(values: Tensor, positions: Tensor, length: int) -> Tensor:
+def spread(values: Tensor, positions: Tensor, length: int) -> Tensor:
+    """Put values [N] of some positions where they belong, [length]; 0 elsewhere."""
     return values.new_zeros(length).index_copy(0, positions, values)
 
 
@@ -139,12 +148,12 @@ def _run_model(micro_batches: Iterator[Inputs], model: Any) -> tuple[Inputs, Ten
     return inputs, out
 
 
-def build_logprob_step(reader: LogprobReader) -> Callable[[Iterator[Inputs], Any], Output]:
-    """Build a forward step that collects logprobs, to be run with ``collect_non_loss_data``."""
+def build_reading_step(reader: Reader) -> Callable[[Iterator[Inputs], Any], Output]:
+    """Build a forward step that collects the first thing read, to be run with ``collect_non_loss_data``."""
 
     def read(inputs: Inputs, out: Tensor, non_loss_data: bool = True) -> Tensor:
-        logprobs: Tensor = reader.read(inputs, out)[1]
-        return logprobs
+        found: Tensor = reader.read(inputs, out)[1]
+        return found
 
     def step(micro_batches: Iterator[Inputs], model: Any) -> Output:
         inputs, out = _run_model(micro_batches, model)
@@ -170,7 +179,7 @@ class LossSums:
     maxima: dict[str, Tensor]
 
 
-def build_train_step(reader: LogprobReader, objective: Objective) -> Callable[[Iterator[Inputs], Any], Output]:
+def build_train_step(reader: Reader, objective: Objective) -> Callable[[Iterator[Inputs], Any], Output]:
     """Build a forward step whose loss is the sum of loss_weights x the objective's loss over trained tokens."""
 
     def compute_loss(inputs: Inputs, out: Tensor) -> tuple[Tensor, Tensor, LossSums]:

@@ -31,11 +31,15 @@ def _patch_step_restore() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = restore_but_step
 
 
-def compute_finite_norm(compute_norm: Callable[[], float]) -> float:
+def compute_finite_norm(
+    compute_norm: Callable[[], float], where: str = "trainer.train_step", section: str = "optim"
+) -> float:
     """Global gradient norm; every rank computes the same.
 
     Args:
         compute_norm: Megatron's.
+        where: of the error: the method that trains.
+        section: of the recipe, that holds the learning rate.
 
     Raises:
         TrainerError: it is not finite. Megatron asks for it before it touches a weight.
@@ -43,15 +47,15 @@ def compute_finite_norm(compute_norm: Callable[[], float]) -> float:
     norm = float(compute_norm())
     if not math.isfinite(norm):
         raise TrainerError(
-            "trainer.train_step.grad_norm",
+            f"{where}.grad_norm",
             f"the gradient norm is {norm}; no weight was changed",
-            "resume from the last checkpoint with a smaller optim.lr or optim.clip_grad, or look at the batch",
+            f"resume from the last checkpoint with a smaller {section}.lr or {section}.clip_grad, or look at the batch",
         )
     return norm
 
 
 def build_optimizer(
-    optim: OptimConfig, params_dtype: torch.dtype, chunks: list[DistributedDataParallel]
+    optim: OptimConfig, params_dtype: torch.dtype, chunks: list[DistributedDataParallel], *, where: str, section: str
 ) -> ChainedOptimizer:
     """Build Adam with state sharded over the data-parallel ranks, state present and zero.
 
@@ -59,6 +63,8 @@ def build_optimizer(
         optim: Adam's numbers.
         params_dtype: of the weights; moments and, for bfloat16, a copy of the weights are float32.
         chunks: the model, wrapped.
+        where: of an error: the method that trains.
+        section: of the recipe, that holds ``optim``.
     """
     config = OptimizerConfig(
         optimizer="adam",
@@ -74,7 +80,7 @@ def build_optimizer(
         params_dtype=params_dtype,
     )
     optimizer = get_megatron_optimizer(config, chunks)
-    optimizer.get_grad_norm = functools.partial(compute_finite_norm, optimizer.get_grad_norm)
+    optimizer.get_grad_norm = functools.partial(compute_finite_norm, optimizer.get_grad_norm, where, section)
     if not HAVE_APEX_OR_TE:
         _patch_step_restore()
         for inner in optimizer.chained_optimizers:

@@ -1,4 +1,4 @@
-"""One trainer rank: one Megatron process. Owns the model, the optimizer and the collectives between ranks.
+"""One trainer rank: one Megatron process. Owns policy, critic and the collectives between ranks.
 
 Every rank of the run calls the same methods in the same order; what each returns says on which ranks it means
 something. Nothing here knows Ray: whoever holds a rank calls it like any object.
@@ -6,38 +6,32 @@ something. Nothing here knows Ray: whoever holds a rank calls it like any object
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rlrecipes.algos.agreement import compute_off_policy_summary
 from rlrecipes.engines.megatron import cpu
 from rlrecipes.engines.megatron.checkpoint import run_load_checkpoint, run_save_checkpoint
+from rlrecipes.engines.megatron.critic import ValueReader, build_critic
 from rlrecipes.engines.megatron.export import run_export_hf
 from rlrecipes.engines.megatron.forward import (
-    Inputs,
     LogprobReader,
-    LossSums,
     Objective,
-    build_inputs,
-    build_logprob_step,
+    build_reading_step,
     build_train_step,
 )
-from rlrecipes.engines.megatron.model import DTYPES, build_model, build_transformer_config
-from rlrecipes.engines.megatron.optimizer import build_optimizer, build_scheduler
-from rlrecipes.engines.megatron.weights import HfReader, WeightMap
+from rlrecipes.engines.megatron.model import build_model, build_transformer_config
+from rlrecipes.engines.megatron.trained_model import TrainedModel
+from rlrecipes.engines.megatron.weights import WeightMap
 from rlrecipes.errors import TrainerError
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
 from rlrecipes.types import MicroBatch
@@ -69,19 +63,14 @@ class TrainerRank:
         config = build_transformer_config(model, trainer)
         self._init_process_group(rank, f"tcp://{master_address}:{master_port}")
         self._seed(0)
-        self._gpt = build_model(model, trainer, config)
-        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        self._ddp = DistributedDataParallel(config, ddp_config, self._gpt)
-        self._optimizer = build_optimizer(trainer.optim, DTYPES[model.dtype], [self._ddp])
-        self._scheduler = build_scheduler(trainer.optim, trainer.num_train_steps_total, self._optimizer)
-        # Loss weights say what is averaged: no division by tokens, micro-batches or ranks happens anywhere.
-        config.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: finalize_model_grads(chunks, **kw)
-        self._schedule = get_forward_backward_func()
+        gpt = build_model(model, trainer, config)
         group = parallel_state.get_tensor_model_parallel_group()
+        self._weights = WeightMap(gpt, model.shapes, group)
+        self._policy = TrainedModel(gpt, self._weights, trainer, trainer.optim, trainer.num_train_steps_total)
+        self._critic = build_critic(model, trainer, trainer.critic) if trainer.critic else None
         self._reader = LogprobReader(
             trainer.temperature, model.shapes.vocab_size, group, top_p=trainer.top_p, top_k=trainer.top_k
         )
-        self._weights = WeightMap(self._gpt, model.shapes, group)
         self._reference: dict[str, Tensor] = {}
 
     # ---- set-up
@@ -142,25 +131,25 @@ class TrainerRank:
 
     @property
     def num_train_steps(self) -> int:
-        """Train steps done since the first start of the run."""
-        return int(self._scheduler.num_steps)
+        """Train steps of the policy since the first start of the run."""
+        return self._policy.num_train_steps
 
     # ---- weights
 
     def load_hf(self, path: str | Path) -> None:
-        """Take the weights of an HF directory, as policy and as reference.
+        """Take the weights of an HF directory, as policy, as reference, and as layers of a critic without a path.
 
         Raises:
             DataError: a tensor is missing or has another shape.
         """
-        with HfReader(Path(path)) as reader:
-            self._weights.run_load(reader.read)
-        self._optimizer.reload_model_params()
+        self._policy.load_hf(Path(path))
+        if self._critic is not None and self._trainer.critic is not None:
+            self._critic.load_hf(Path(self._trainer.critic.path or path))
         if self._trainer.needs_reference:
             self._keep_reference()
 
     def _keep_reference(self) -> None:
-        self._reference = {name: p.detach().cpu().clone() for name, p in self._gpt.named_parameters()}
+        self._reference = {name: p.detach().cpu().clone() for name, p in self._policy.gpt.named_parameters()}
 
     def iter_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Whole HF tensors this pipeline stage owns, each once; see ``WeightMap.iter_hf_tensors``.
@@ -185,13 +174,13 @@ class TrainerRank:
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         """Show the reference's weights to the model; the policy's stay where they are."""
-        policy = {name: p.data for name, p in self._gpt.named_parameters()}
+        policy = {name: p.data for name, p in self._policy.gpt.named_parameters()}
         try:
-            for name, parameter in self._gpt.named_parameters():
+            for name, parameter in self._policy.gpt.named_parameters():
                 parameter.data = self._reference[name].to(parameter.device)
             yield
         finally:
-            for name, parameter in self._gpt.named_parameters():
+            for name, parameter in self._policy.gpt.named_parameters():
                 parameter.data = policy[name]
 
     # ---- compute
@@ -222,14 +211,14 @@ class TrainerRank:
         return self._compute_policy_logprobs(micro_batches)
 
     def _compute_policy_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
-        self._ddp.eval()
-        with torch.no_grad():
-            found = self._run_schedule(
-                build_logprob_step(self._reader), micro_batches, forward_only=True, collect_non_loss_data=True
-            )
+        found = self._policy.run_forward(build_reading_step(self._reader), micro_batches)
+        return self._to_arrays(found)
+
+    def _to_arrays(self, found: list[Tensor]) -> list[np.ndarray]:
+        """What was read, where it is answered: TP rank 0 of the last stage."""
         if not self._is_last_stage or parallel_state.get_tensor_model_parallel_rank() != 0:
             return []
-        return [logprobs.cpu().numpy() for logprobs in found]
+        return [tensor.cpu().numpy() for tensor in found]
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], objective: Objective, without_gradient: Sequence[MicroBatch] = ()
@@ -251,58 +240,57 @@ class TrainerRank:
         Raises:
             TrainerError: loss or gradient is not finite; on every rank, and no weight was changed.
         """
-        self._ddp.train()
-        self._ddp.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        self._seed(self.num_train_steps)
+        self._seed(self._policy.num_train_steps)
         step = build_train_step(self._reader, objective)
-        found = self._run_schedule(step, without_gradient, forward_only=True) if without_gradient else []
-        found += self._run_schedule(step, micro_batches, forward_only=False)
-        metrics = self._reduce(found)
-        if not math.isfinite(metrics["loss"]):
-            raise TrainerError(
-                "trainer.train_step.loss",
-                f"the loss is {metrics['loss']}; no weight was changed",
-                "resume from the last checkpoint with a smaller optim.lr, or look at the batch",
-            )
-        lr = self._optimizer.param_groups[0]["lr"]
-        _, grad_norm, _ = self._optimizer.step()
-        self._scheduler.step(1)
-        return {**metrics, "grad_norm": grad_norm, "lr": lr}
+        return self._policy.run_train_step(step, micro_batches, without_gradient)
 
-    def _run_schedule(self, step: Any, micro_batches: Sequence[MicroBatch], **kwargs: Any) -> list[Any]:
-        inputs: Iterator[Inputs] = (
-            build_inputs(micro_batch, device=self._trainer.device, is_sequence_parallel=self._trainer.sequence_parallel)
-            for micro_batch in micro_batches
-        )
-        found: list[Any] = self._schedule(
-            forward_step_func=step,
-            data_iterator=inputs,
-            model=self._ddp,
-            num_microbatches=len(micro_batches),
-            seq_length=self._trainer.max_tokens_per_micro_batch,  # unused: lengths travel with the activations
-            micro_batch_size=1,
-            **kwargs,
-        )
-        return found
+    # ---- critic
 
-    def _reduce(self, found: list[LossSums]) -> dict[str, float]:
-        """Metrics of a train step over all micro-batches and ranks."""
-        metrics: list[dict[str, float]] = [{}]
-        if self._is_last_stage:
-            metrics = [_reduce_over_replicas(found, parallel_state.get_data_parallel_group())]
-        if self._trainer.pipeline_model_parallel_size > 1:
-            dist.broadcast_object_list(
-                metrics,
-                src=parallel_state.get_pipeline_model_parallel_last_rank(),
-                group=parallel_state.get_pipeline_model_parallel_group(),
-            )
-        return metrics[0]
+    def compute_values(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+        """The critic's value of the state before every trained target token.
+
+        Args:
+            micro_batches: of this data-parallel rank; as many on every rank.
+
+        Returns:
+            [T] float32 in units of the reward per micro-batch, aligned to ``target_ids``: entry t has seen the tokens
+            up to t and not ``target_ids[t]``; 0 where ``loss_mask`` is False. On TP rank 0 of the last stage; []
+            elsewhere.
+
+        Raises:
+            TrainerError: there is no critic.
+        """
+        return self._to_arrays(self._find_critic().run_forward(build_reading_step(ValueReader()), micro_batches))
+
+    def critic_step(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> dict[str, float]:
+        """One optimizer update of the critic; the policy stays as it is.
+
+        The loss is the sum over all ranks and micro-batches of ``loss_weights`` x the objective's loss over trained
+        tokens.
+
+        Args:
+            micro_batches: of this data-parallel rank, at least one; as many on every rank.
+            objective: (batch, values [T]) -> loss [T] and metrics [T] each.
+
+        Returns:
+            As :meth:`train_step`, of the critic.
+
+        Raises:
+            TrainerError: there is no critic; or loss or gradient is not finite: on every rank, no weight was changed.
+        """
+        critic = self._find_critic()
+        self._seed(critic.num_train_steps)
+        return critic.run_train_step(build_train_step(ValueReader(), objective), micro_batches)
+
+    def _find_critic(self) -> TrainedModel:
+        if self._critic is None:
+            raise TrainerError("trainer.critic", "there is no critic", "set algo.critic")
+        return self._critic
 
     # ---- checkpoint
 
     def save_checkpoint(self, directory: str | Path) -> None:
-        """Write model, optimizer, schedule and reference; resumable at another TP, PP or DP.
+        """Write models, optimizers, schedules and reference; resumable at another TP, PP or DP.
 
         Args:
             directory: empty, on a file system every rank sees. Only a directory whose save returned is complete, so
@@ -311,7 +299,7 @@ class TrainerRank:
         Raises:
             CheckpointError: it cannot be written; on every rank.
         """
-        run_save_checkpoint(self._ddp, self._optimizer, self.num_train_steps, self._reference, Path(directory))
+        run_save_checkpoint(self._policy, self._critic, self._reference, Path(directory))
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Continue from :meth:`save_checkpoint`, at any layout; nothing need be loaded before.
@@ -319,38 +307,14 @@ class TrainerRank:
         Learning rate and Adam's numbers stay those of this trainer.
 
         Raises:
-            CheckpointError: it is missing, broken, or of another model; on every rank.
+            CheckpointError: it is missing, broken, of another model, or only one of checkpoint and recipe has a critic;
+                on every rank.
         """
         if self._trainer.needs_reference and not self._reference:
             self._keep_reference()
-        self._scheduler.num_steps = run_load_checkpoint(self._ddp, self._optimizer, self._reference, Path(directory))
-        self._scheduler.step(0)
+        run_load_checkpoint(self._policy, self._critic, self._reference, Path(directory))
 
     def close(self) -> None:
         """Leave the process group; the rank is of no use afterwards."""
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def _reduce_over_replicas(found: list[LossSums], group: dist.ProcessGroup) -> dict[str, float]:
-    names, maxima = list(found[0].sums), list(found[0].maxima)
-    parts = [[s.loss, s.num_tokens, *(s.sums[name] for name in names)] for s in found]
-    sums = torch.stack([torch.cat([part.double().reshape(-1) for part in row]) for row in parts]).sum(0)
-    if group.size() > 1:
-        dist.all_reduce(sums, group=group)
-    loss, num_tokens, *totals = torch.split(sums.cpu(), [part.numel() for part in parts[0]])
-    metrics = {"loss": float(loss), "num_tokens": float(num_tokens)}
-    divisor, added = max(metrics["num_tokens"], 1.0), dict(zip(names, totals, strict=True))
-    metrics |= {name: float(total) / divisor for name, total in added.items() if not name.endswith("_counts")}
-    if "off_policy_log_ratio_counts" in added:
-        metrics |= compute_off_policy_summary(
-            counts=added["off_policy_log_ratio_counts"],
-            weight_mean=metrics["off_policy_weight_mean"],
-            weight_square_mean=metrics.pop("off_policy_weight_square_mean"),
-        )
-    if maxima:
-        highest = torch.stack([torch.stack([s.maxima[name] for name in maxima]) for s in found]).amax(0)
-        if group.size() > 1:
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-        metrics |= dict(zip(maxima, highest.tolist(), strict=True))
-    return metrics

@@ -144,18 +144,27 @@ class WeightMap:
         gpt: this stage's GPTModel, unwrapped.
         shapes: of the whole model.
         group: TP ranks of this stage.
+        elsewhere: parameters that no HF model has; their values come from elsewhere.
     """
 
-    def __init__(self, gpt: torch.nn.Module, shapes: ModelShapes, group: dist.ProcessGroup) -> None:
-        self._gpt, self._shapes, self._group = gpt, shapes, group
+    def __init__(
+        self,
+        gpt: torch.nn.Module,
+        shapes: ModelShapes,
+        group: dist.ProcessGroup,
+        elsewhere: frozenset[str] = frozenset(),
+    ) -> None:
+        self._gpt, self._shapes, self._group, self._elsewhere = gpt, shapes, group, elsewhere
         self._rank, self._size = group.rank(), group.size()
 
     @cached_property
     def _entries(self) -> list[tuple[Row, tuple[str, ...], torch.nn.Parameter]]:
-        """(row, HF names, parameter) of every parameter of this rank."""
+        """(row, HF names, parameter) of every parameter of this rank that an HF model has."""
         layers = {index: layer.layer_number - 1 for index, layer in enumerate(self._gpt.decoder.layers)}  # type: ignore
         entries = []
         for name, parameter in self._gpt.named_parameters():
+            if name in self._elsewhere:
+                continue
             match = _LAYER.match(name)
             row = _ROWS_BY_NAME[_LAYER.sub("decoder.layers.{}.", name)]
             if row.megatron[0] == "output_layer.weight" and not self._shapes.untie_embeddings_and_output_weights:

@@ -66,7 +66,7 @@ def compute_logits_and_export(
 
     grid = build_grid(SAMPLES, num_ranks=1, max_tokens=96, pad_to_multiple=trainer.tensor_model_parallel_size)[0]
     with torch.no_grad():
-        found = trainer_rank._run_schedule(step, grid, forward_only=True, collect_non_loss_data=True)
+        found = trainer_rank._policy.run_schedule(step, grid, forward_only=True, collect_non_loss_data=True)
     trainer_rank.export_hf(exported, path)
     trainer_rank.close()
     return [(micro_batch, logits.numpy()) for micro_batch, logits in zip(grid, found, strict=False)]

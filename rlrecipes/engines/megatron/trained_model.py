@@ -1,0 +1,146 @@
+"""A model that learns: its part on this rank, its gradients, its optimizer and its schedule.
+
+Owns what policy and critic have alike; refuses to know what is read from the model's outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from rlrecipes.config.schema import OptimConfig
+from rlrecipes.engines.megatron.forward import Inputs, LossSums, Output, build_inputs
+from rlrecipes.engines.megatron.optimizer import build_optimizer, build_scheduler
+from rlrecipes.engines.megatron.reduction import reduce_metrics
+from rlrecipes.engines.megatron.weights import HfReader, WeightMap
+from rlrecipes.errors import TrainerError
+from rlrecipes.plan.nodes import TrainerNode
+from rlrecipes.types import MicroBatch
+
+Step = Callable[[Iterator[Inputs], Any], Output]
+
+
+class TrainedModel:
+    """One learning model of a trainer rank; every rank calls the same methods in the same order.
+
+    Attributes:
+        gpt: this stage's part, unwrapped.
+        weights: its way from and to an HF directory.
+        ddp: the same part with its gradients.
+        optimizer: state sharded over the data-parallel ranks.
+
+    Args:
+        gpt: this stage's part, weights still undefined.
+        weights: the table applied to it.
+        trainer: layout and device.
+        optim: Adam's numbers and the schedule's shape.
+        num_train_steps_total: length of the schedule.
+        where: of its errors: the method that trains it.
+        section: of the recipe, that holds ``optim``.
+    """
+
+    def __init__(
+        self,
+        gpt: GPTModel,
+        weights: WeightMap,
+        trainer: TrainerNode,
+        optim: OptimConfig,
+        num_train_steps_total: int,
+        *,
+        where: str = "trainer.train_step",
+        section: str = "optim",
+    ) -> None:
+        self.gpt, self.weights = gpt, weights
+        self._trainer, self._where, self._section = trainer, where, section
+        config = gpt.config
+        # Loss weights say what is averaged: no division by tokens, micro-batches or ranks happens anywhere.
+        config.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: finalize_model_grads(chunks, **kw)
+        self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt)
+        self.optimizer = build_optimizer(optim, config.params_dtype, [self.ddp], where=where, section=section)
+        self._scheduler = build_scheduler(optim, num_train_steps_total, self.optimizer)
+        self._schedule = get_forward_backward_func()
+
+    @property
+    def num_train_steps(self) -> int:
+        """Train steps done since the first start of the run."""
+        return int(self._scheduler.num_steps)
+
+    def resume(self, num_train_steps: int) -> None:
+        """Put the schedule where it was after so many train steps."""
+        self._scheduler.num_steps = num_train_steps
+        self._scheduler.step(0)
+
+    def load_hf(self, path: Path) -> None:
+        """Take the weights of an HF directory.
+
+        Raises:
+            DataError: a tensor is missing or has another shape.
+        """
+        with HfReader(path) as reader:
+            self.weights.run_load(reader.read)
+        self.optimizer.reload_model_params()
+
+    def run_forward(self, step: Step, micro_batches: Sequence[MicroBatch]) -> list[Any]:
+        """What a step of :func:`build_reading_step` reads, a micro-batch each, on the last stage; elsewhere nothing."""
+        self.ddp.eval()
+        with torch.no_grad():
+            return self.run_schedule(step, micro_batches, forward_only=True, collect_non_loss_data=True)
+
+    def run_train_step(
+        self, step: Step, micro_batches: Sequence[MicroBatch], without_gradient: Sequence[MicroBatch] = ()
+    ) -> dict[str, float]:
+        """One optimizer update.
+
+        Args:
+            step: from :func:`build_train_step`.
+            micro_batches: of this data-parallel rank, at least one; as many on every rank.
+            without_gradient: more of them that go forward only, for the metrics.
+
+        Returns:
+            What :func:`reduce_metrics` gives, ``grad_norm`` (before clipping) and ``lr``.
+
+        Raises:
+            TrainerError: loss or gradient is not finite; on every rank, and no weight was changed.
+        """
+        self.ddp.train()
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        found: list[LossSums] = []
+        if without_gradient:
+            found += self.run_schedule(step, without_gradient, forward_only=True)
+        found += self.run_schedule(step, micro_batches, forward_only=False)
+        metrics = reduce_metrics(found)
+        if not math.isfinite(metrics["loss"]):
+            raise TrainerError(
+                f"{self._where}.loss",
+                f"the loss is {metrics['loss']}; no weight was changed",
+                f"resume from the last checkpoint with a smaller {self._section}.lr, or look at the batch",
+            )
+        lr = self.optimizer.param_groups[0]["lr"]
+        _, grad_norm, _ = self.optimizer.step()
+        self._scheduler.step(1)
+        return {**metrics, "grad_norm": grad_norm, "lr": lr}
+
+    def run_schedule(self, step: Step, micro_batches: Sequence[MicroBatch], **kwargs: Any) -> list[Any]:
+        """Megatron's schedule over micro-batches; its options are ``kwargs``."""
+        inputs: Iterator[Inputs] = (
+            build_inputs(micro_batch, device=self._trainer.device, is_sequence_parallel=self._trainer.sequence_parallel)
+            for micro_batch in micro_batches
+        )
+        found: list[Any] = self._schedule(
+            forward_step_func=step,
+            data_iterator=inputs,
+            model=self.ddp,
+            num_microbatches=len(micro_batches),
+            seq_length=self._trainer.max_tokens_per_micro_batch,  # unused: lengths travel with the activations
+            micro_batch_size=1,
+            **kwargs,
+        )
+        return found
