@@ -83,7 +83,10 @@ class Completion:
 
     Attributes:
         token_ids: the generated ids, the stop token included when there was one.
-        rollout_logprobs: [len(token_ids)] nats, by the engine, of the distribution it sampled from.
+        rollout_logprobs: [len(token_ids)] nats, by the engine: log softmax of logits / temperature over the whole
+            vocabulary, before top_p and top_k cut it (SGLang reports these, and the router lets no request through
+            that asks for others). Where they meet the trainer's, the trainer takes the log-mass of the kept tokens off
+            (engines/megatron/forward.py).
         finish_reason: ``stop``, ``length`` or ``abort``.
         weight_version: of the weights that generated it (of its last token, when a sync fell inside).
         num_prompt_tokens: tokens of the request's prompt.
@@ -199,6 +202,8 @@ class Sample:
         status: of the rollout.
         old_logprobs, ref_logprobs: by the trainer, before the update and by the reference; None until computed.
         advantages: per token; None until computed.
+        teacher_logprobs: by the teacher that the policy is distilled from; None without one.
+        staleness: per token, weight versions since it was drawn; None unless the loss weighs it.
         old_values: by the critic before the update: of the state before each token; None without a critic.
         returns: what the critic learns, per token; None without a critic.
         loss_weights: per token; the share of this token in the train step's loss. None until computed.
@@ -215,6 +220,8 @@ class Sample:
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     advantages: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None
+    staleness: np.ndarray | None = None
     old_values: np.ndarray | None = None
     returns: np.ndarray | None = None
     loss_weights: np.ndarray | None = None
@@ -226,6 +233,8 @@ class Sample:
             "old_logprobs",
             "ref_logprobs",
             "advantages",
+            "teacher_logprobs",
+            "staleness",
             "old_values",
             "returns",
             "loss_weights",
@@ -252,8 +261,8 @@ class MicroBatch:
         target_ids: [T] int64, the next token; 0 where there is none.
         loss_mask: [T] bool.
         loss_weights: [T] float32, see ``Sample.loss_weights``; 0 where masked.
-        advantages, old_values, returns, old_logprobs, rollout_logprobs, ref_logprobs: [T] float32 or None, 0 where
-            masked.
+        advantages, staleness, old_values, returns, old_logprobs, rollout_logprobs, ref_logprobs: [T] float32 or None,
+            0 where masked.
         sample_indices: which of the train batch's samples these are, in order; padding has none.
     """
 
@@ -265,6 +274,7 @@ class MicroBatch:
     loss_weights: np.ndarray
     sample_indices: tuple[int, ...]
     advantages: np.ndarray | None = None
+    staleness: np.ndarray | None = None
     old_values: np.ndarray | None = None
     returns: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
@@ -274,7 +284,15 @@ class MicroBatch:
     def __post_init__(self) -> None:
         lengths = {"cu_seqlens[-1]": int(self.cu_seqlens[-1])}
         required = ("token_ids", "position_ids", "target_ids", "loss_mask", "loss_weights")
-        optional = ("advantages", "old_values", "returns", "old_logprobs", "rollout_logprobs", "ref_logprobs")
+        optional = (
+            "advantages",
+            "staleness",
+            "old_values",
+            "returns",
+            "old_logprobs",
+            "rollout_logprobs",
+            "ref_logprobs",
+        )
         lengths |= {name: len(getattr(self, name)) for name in required}
         lengths |= {name: len(getattr(self, name)) for name in optional if getattr(self, name) is not None}
         _check_aligned("MicroBatch", **lengths)

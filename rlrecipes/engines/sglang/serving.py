@@ -28,6 +28,26 @@ _LOST_ENGINE = b"error sending request for url"
 """The router says so, with status 500, when the engine it chose does not take the request or dies over it."""
 _RETRY_S = 60.0
 """How long an unreachable server is asked again: the router needs seconds to notice a dead worker or a new one."""
+_NEUTRAL: dict[str, Any] = {
+    "n": 1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "custom_params": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "stop_regex": None,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "no_stop_trim": False,
+    "stream_interval": None,
+}
+"""SGLang's other sampling fields, sent all the same: what a request leaves out, a server may take from its own options
+(``preferred_sampling_params``) or from the model's generation_config.json."""
 _FIX = "look at the engine's and the router's log in <run_dir>/logs"
 
 
@@ -170,7 +190,7 @@ class ServingClient:
 
 
 def _to_json(sampling: SamplingParams) -> dict[str, Any]:
-    params: dict[str, Any] = {
+    return _NEUTRAL | {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -179,7 +199,5 @@ def _to_json(sampling: SamplingParams) -> dict[str, Any]:
         "stop": sampling.stop,
         "stop_token_ids": sampling.stop_token_ids,
         "ignore_eos": sampling.ignore_eos,
+        "sampling_seed": sampling.seed,
     }
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed
-    return params
