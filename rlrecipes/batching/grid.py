@@ -16,6 +16,7 @@ from rlrecipes.types import MicroBatch, Sample
 _OPTIONAL_FIELDS = (
     "loss_weights",
     "advantages",
+    "staleness",
     "old_values",
     "returns",
     "old_logprobs",

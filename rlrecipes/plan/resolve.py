@@ -220,8 +220,16 @@ def _notes(config: RunConfig) -> list[str]:
     notes = []
     algo = config.algo
     if isinstance(algo, RlConfig):
+        sampling = config.rollout.sampling
+        if sampling.top_p < 1 or sampling.top_k != -1:
+            notes.append(
+                "top_p or top_k cuts the distribution: logprobs, entropy and KL are of the tokens that are kept, found "
+                "again from the trainer's logits; a sampled token always counts as kept"
+            )
         if config.schedule.num_train_steps == 1 and algo.old_logprobs == "recompute":
             notes.append("one train step per step on its own weights: the ratio is 1 and clipping cannot act")
+        if algo.name == "dapo" and not config.rollout.filters:
+            notes.append("DAPO's dynamic sampling is off: rollout.filters=[nonzero_variance] turns it on")
         if algo.kl.placement != "none" and algo.kl.coef == 0:
             notes.append("kl.coef is 0: the KL to the reference is only measured, at the price of one forward pass")
     if config.data.eval_path is None:

@@ -12,9 +12,9 @@ from pydantic import ValidationError, create_model
 
 from rlrecipes.config.schema import Section
 from rlrecipes.config.validation import to_problems
+from rlrecipes.custom import Role, check_custom, load_custom
 from rlrecipes.errors import ConfigError, Problem
 from rlrecipes.rewards.choices import build_choice_verifier
-from rlrecipes.rewards.custom import check_custom, load_custom
 from rlrecipes.rewards.math_answers import build_math_verifier
 from rlrecipes.rewards.reasoning_gym import build_reasoning_gym_verifier, run_import
 from rlrecipes.rewards.verifier_reward import VerifierReward
@@ -31,6 +31,8 @@ VERIFIERS: Mapping[str, Callable[..., Verifier]] = {
 _IMPORTS: Mapping[str, Callable[[], None]] = {"reasoning_gym": run_import}
 """What is slow to import before the first rollout, which would otherwise wait for it."""
 
+_ROLE = Role("reward.name", "reward.options", ("rollout",))
+
 
 def check_reward(name: str, options: Mapping[str, Any]) -> list[Problem]:
     """Judge a recipe's choice without importing a task's package or running anybody's code.
@@ -40,7 +42,7 @@ def check_reward(name: str, options: Mapping[str, Any]) -> list[Problem]:
         options: keyword arguments of the verifier.
     """
     if ":" in name:
-        return check_custom(name, options)
+        return check_custom(_ROLE, name, options)
     if name not in VERIFIERS:
         problem = f"there is no verifier {name!r}"
         return [Problem("reward.name", problem, did_you_mean(name, [*VERIFIERS, "module:function"]))]
@@ -72,7 +74,7 @@ def build_reward(name: str, *, timeout_s: float, options: Mapping[str, Any]) -> 
     problems = check_reward(name, options)
     if problems:
         raise ConfigError.from_problems(problems)
-    verify = load_custom(name, options) if ":" in name else VERIFIERS[name](**options)
+    verify = _bind(load_custom(_ROLE, name, options), options) if ":" in name else VERIFIERS[name](**options)
     if name in _IMPORTS:
         _IMPORTS[name]()
     return VerifierReward(verify, name=name, timeout_s=timeout_s)
@@ -86,3 +88,13 @@ def _to_section(title: str, build: Callable[..., Verifier]) -> type[Section]:
         for parameter in inspect.signature(build).parameters.values()
     }
     return create_model(title, __base__=Section, **fields)
+
+
+def _bind(verify: Callable[..., Any], options: Mapping[str, Any]) -> Verifier:
+    if inspect.iscoroutinefunction(verify):
+
+        async def verify_async(rollout: Any) -> Any:
+            return await verify(rollout, **options)
+
+        return verify_async
+    return lambda rollout: verify(rollout, **options)

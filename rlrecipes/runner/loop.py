@@ -148,7 +148,9 @@ class Loop:
             collection, num_gpus=sum(e.num_ranks for e in policy.engines), weight_version=self._weight_version
         )
         metrics |= {"rollout/kv_cache_use_fraction": kv_use, "buffer/num_groups": float(collector.num_waiting_groups)}
-        metrics |= await self._parts.learner.train_groups(collection.groups)
+        metrics |= await self._parts.learner.train_groups(
+            collection.groups, step=self._step, weight_version=self._weight_version
+        )
         collector.confirm_trained()
         return metrics
 

@@ -28,7 +28,7 @@ from rlrecipes.runner.faults import RunLock, StopRequest
 from rlrecipes.runner.loop import Loop, Parts
 from rlrecipes.runner.preparation import run_preparation, write_tasks
 from rlrecipes.runner.servers import ServedModel
-from rlrecipes.runner.training import Learner
+from rlrecipes.runner.training import Learner, build_objective
 from rlrecipes.tracking.progress import build_progress
 from rlrecipes.tracking.tracker import RunStatus, Tracker
 
@@ -69,6 +69,7 @@ def run_plan(plan: Plan) -> RunResult:
         checkpoint, state = _find_resume_point(plan, store)
         if state is None or not _is_finished(plan, state):
             reward = build_plan_reward(plan)
+            build_objective(plan)  # a loss of the user's own that cannot be imported is told before anything starts
             run_preparation(plan, is_new=state is None)
             inputs = build_inputs(plan, reward)
             _write_plan(plan, run_dir)

@@ -8,24 +8,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from rlrecipes.algos.advantages import compute_group_advantages
 from rlrecipes.algos.aggregation import compute_loss_weights
-from rlrecipes.algos.kl import compute_kl, compute_kl_penalized_rewards
-from rlrecipes.algos.objective import compute_policy_objective, compute_sft_objective
+from rlrecipes.algos.agreement import check_logprob_agreement
+from rlrecipes.algos.objective import (
+    PolicyLoss,
+    compute_custom_objective,
+    compute_policy_objective,
+    compute_sft_objective,
+)
+from rlrecipes.algos.off_policy import OffPolicy
+from rlrecipes.algos.value_loss import compute_value_objective
 from rlrecipes.batching.grid import build_grid, unpack_tokens
 from rlrecipes.config.schema import RlConfig
+from rlrecipes.custom import load_custom
 from rlrecipes.errors import TrainerError
+from rlrecipes.plan.checks import POLICY_LOSS
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.rollout.samples import to_samples
 from rlrecipes.runner.cluster import TrainerGroup
+from rlrecipes.runner.credit import assign_credit
 from rlrecipes.types import Group, MicroBatch, Sample
 
 H200_BF16_FLOPS = 989e12
@@ -46,30 +56,47 @@ class Learner:
         self._plan = plan
         self._trainers = trainers
         self._objective = build_objective(plan)
+        self._value_objective = build_value_objective(plan)
         self._peak_flops: float | None = None
 
-    async def train_groups(self, groups: Sequence[Group]) -> dict[str, float]:
-        """GRPO on the groups of one step.
+    async def train_groups(self, groups: Sequence[Group], *, step: int, weight_version: int) -> dict[str, float]:
+        """RL on the groups of one step.
 
         Args:
             groups: in order; consecutive ones share a train step.
+            step: completed before this one; the critic's warm-up counts them.
+            weight_version: of the trainer now; staleness counts back from it.
 
         Returns:
             Metrics of the catalogue.
 
         Raises:
-            TrainerError: a rank died or its numbers are not finite.
+            TrainerError: a rank died, its numbers are not finite, or trainer and engine disagree too much.
         """
+        algo = self._algo
         size = self._plan.batch.prompts_per_train_step
         parts = [[s for g in groups[i : i + size] for s in to_samples(g)] for i in range(0, len(groups), size)]
+        bounds = np.cumsum([0] + [len(part) for part in parts])
         samples = [sample for part in parts for sample in part]
+        if not samples:
+            raise _nothing_to_train()
         started_s = time.monotonic()
+        if algo.off_policy.staleness_power:
+            samples = [_with_staleness(sample, weight_version) for sample in samples]
         samples = await self._with_logprobs(samples)
         logprobs_s = time.monotonic() - started_s
-        samples = self._with_advantages(samples)
-        bounds = np.cumsum([0] + [len(part) for part in parts])
-        metrics = await self._train([samples[a:b] for a, b in zip(bounds, bounds[1:], strict=False)])
-        return metrics | {"time/logprobs_s": logprobs_s}
+        parts, extra = [], []
+        for first, end in zip(bounds, bounds[1:], strict=False):
+            part, metrics = assign_credit(
+                samples[first:end], algo, max_new_tokens=self._plan.rollout.sampling.max_new_tokens
+            )
+            parts.append(part)
+            extra.append(metrics)
+        is_critic_warming_up = algo.critic is not None and step < algo.critic.num_warmup_steps
+        metrics = await self._train(parts, should_move_policy=not is_critic_warming_up)
+        check_agreement(algo, metrics)
+        means = {name: fmean(m[name] for m in extra) for name in extra[0]}
+        return metrics | means | {"time/logprobs_s": logprobs_s}
 
     async def train_samples(self, samples: Sequence[Sample]) -> dict[str, float]:
         """SFT on the samples of one step.
@@ -87,6 +114,12 @@ class Learner:
             "sft/num_tokens": float(sum(sum(s.loss_mask) for s in samples)),
         }
 
+    @property
+    def _algo(self) -> RlConfig:
+        if not isinstance(self._plan.algo, RlConfig):
+            raise TypeError("the recipe is not one of RL")
+        return self._plan.algo
+
     def _grid(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         trainer = self._plan.trainer
         return build_grid(
@@ -103,29 +136,31 @@ class Learner:
         return [tuple(grid[rank // tp % dp] for grid in grids) for rank in range(trainer.num_ranks)]
 
     async def _with_logprobs(self, samples: list[Sample]) -> list[Sample]:
-        algo = self._plan.algo
-        if not isinstance(algo, RlConfig):
-            return samples
+        algo = self._algo
         if algo.old_logprobs == "rollout":
             samples = [
                 dataclasses.replace(s, old_logprobs=np.asarray(s.rollout_logprobs, dtype=np.float32)) for s in samples
             ]
         # The only train step of a step starts from the very weights a forward pass before it would use: its own
         # logprobs are the old ones, and the objective takes them where none are given.
-        is_own = self._plan.batch.num_train_steps == 1 and algo.kl.placement != "reward"
-        names = ["policy"] if algo.old_logprobs == "recompute" and not is_own else []
-        names += ["reference"] if self._plan.trainer.needs_reference else []
-        if not names:
+        is_read_before = algo.kl.placement in ("reward", "advantage") or algo.distillation is not None
+        is_own = self._plan.batch.num_train_steps == 1 and not is_read_before
+        names = {"policy": "old_logprobs"} if algo.old_logprobs == "recompute" and not is_own else {}
+        names |= {"reference": "ref_logprobs"} if self._plan.trainer.needs_reference else {}
+        names |= {"teacher": "teacher_logprobs"} if algo.distillation is not None else {}
+        if not names and algo.critic is None:
             return samples
         grid = self._grid(samples)
-        for name in names:
-            arrays = await self._compute_logprobs(grid, name, len(samples))
-            pairs = zip(samples, arrays, strict=True)
-            if name == "policy":
-                samples = [dataclasses.replace(sample, old_logprobs=array) for sample, array in pairs]
-            else:
-                samples = [dataclasses.replace(sample, ref_logprobs=array) for sample, array in pairs]
-        return samples
+        found: dict[str, Any] = {
+            field: await self._compute_logprobs(grid, name, len(samples)) for name, field in names.items()
+        }
+        if algo.critic is not None:
+            outputs = await self._trainers.run("compute_values", per_rank=self._per_rank(grid))
+            found["old_values"] = unpack_tokens(grid, [output for output in outputs if output], len(samples))
+        return [
+            dataclasses.replace(sample, **{field: arrays[index] for field, arrays in found.items()})
+            for index, sample in enumerate(samples)
+        ]
 
     async def _compute_logprobs(self, grid: list[list[MicroBatch]], which: str, num_samples: int) -> list[np.ndarray]:
         outputs = await self._trainers.run("compute_logprobs", which, per_rank=self._per_rank(grid))
@@ -133,44 +168,32 @@ class Learner:
         rows = [output for output in outputs if output]
         return unpack_tokens(grid, rows, num_samples)
 
-    def _with_advantages(self, samples: list[Sample]) -> list[Sample]:
-        algo = self._plan.algo
-        if not isinstance(algo, RlConfig):
-            return samples
-        # One entry a rollout: a rollout that yields several samples must not weigh more in its group's statistics.
-        first_samples = {(sample.prompt_index, sample.sibling): sample for sample in samples}
-        rollouts = {rollout: index for index, rollout in enumerate(first_samples)}
-        indices = [rollouts[sample.prompt_index, sample.sibling] for sample in samples]
-        rewards = torch.tensor([sample.reward for sample in first_samples.values()], dtype=torch.float64)
-        if algo.kl.placement == "reward":
-            rewards = _penalize(rewards, samples, indices, algo)
-        advantages = compute_group_advantages(
-            rewards=rewards,
-            group_ids=torch.tensor([prompt_index for prompt_index, _ in first_samples]),
-            normalize_std=algo.normalize_std,
-        ).tolist()
-        return [
-            dataclasses.replace(sample, advantages=np.full(len(sample.token_ids), advantages[index], dtype=np.float32))
-            for sample, index in zip(samples, indices, strict=True)
-        ]
-
-    async def _train(self, parts: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    async def _train(self, parts: Sequence[Sequence[Sample]], *, should_move_policy: bool = True) -> dict[str, float]:
         started_s = time.monotonic()
         found: list[Mapping[str, float]] = []
+        critic: list[Mapping[str, float]] = []
         num_micro_batches = num_idle_tokens = 0
         for part in parts:
             if not any(any(sample.loss_mask) for sample in part):
-                continue  # every rollout failed or was aborted: there is nothing to learn from
-            moving, idle = self._split_by_gradient(self._weighted(part))
+                continue  # every rollout failed or was left out: there is nothing to learn from
+            weighted = self._weighted(part)
+            if self._value_objective is not None:
+                grid = self._per_rank(self._grid(weighted))
+                critic.append((await self._trainers.run("critic_step", self._value_objective, per_rank=grid))[0])
+            if not should_move_policy:
+                continue
+            moving, idle = self._split_by_gradient(weighted)
             grids = self._grid(moving), self._grid(idle) if idle else [[]] * self._plan.trainer.data_parallel_size
             num_micro_batches += sum(len(grid[0]) for grid in grids)
             num_idle_tokens += sum(len(sample.token_ids) for sample in idle)
             results = await self._trainers.run("train_step", self._objective, per_rank=self._per_rank(*grids))
             found.append(next(result for result in results if result))
-        if not found:
-            fix = "see rollout/failed_fraction and the engines' logs"
-            raise TrainerError("train", "no sample of the step can be trained", fix)
+        if not found and not critic:
+            raise _nothing_to_train()
         metrics = await self._summarise(found, parts, time.monotonic() - started_s, num_idle_tokens)
+        metrics |= {
+            f"critic/{name}": fmean(result[name] for result in critic) for name in (critic[-1] if critic else ())
+        }
         return metrics | {"train/num_micro_batches": float(num_micro_batches)}
 
     def _split_by_gradient(self, samples: Sequence[Sample]) -> tuple[Sequence[Sample], Sequence[Sample]]:
@@ -180,7 +203,7 @@ class Learner:
         without gradient still moves what the optimizer remembers.
         """
         algo = self._plan.algo
-        if not isinstance(algo, RlConfig) or algo.entropy_coef or (algo.kl.placement == "loss" and algo.kl.coef):
+        if not isinstance(algo, RlConfig) or not _is_advantage_all(algo):
             return samples, []
         parts: tuple[list[Sample], list[Sample]] = ([], [])
         for sample in samples:
@@ -188,10 +211,16 @@ class Learner:
         return parts if parts[0] else (samples, [])
 
     def _weighted(self, samples: Sequence[Sample]) -> list[Sample]:
+        algo = self._plan.algo
+        divisor = None
+        if isinstance(algo, RlConfig):
+            divisor = algo.aggregation_divisor or self._plan.rollout.sampling.max_new_tokens
         weights = compute_loss_weights(
-            mode=self._plan.algo.aggregation,
+            mode=algo.aggregation,
             loss_masks=[torch.tensor(sample.loss_mask) for sample in samples],
             rollout_ids=[(sample.prompt_index, sample.sibling) for sample in samples],
+            prompt_ids=[sample.prompt_index for sample in samples],
+            divisor=divisor,
         )
         return [
             dataclasses.replace(sample, loss_weights=weight.numpy().astype(np.float32))
@@ -217,7 +246,7 @@ class Learner:
             "train/tokens_per_s": num_tokens / duration_s,
             "train/mfu_fraction": used / (peak * self._plan.trainer.num_ranks),
         }
-        for name in found[-1]:
+        for name in found[-1] if found else ():
             metrics.setdefault(f"train/{name}", _combine(name, [result[name] for result in found]))
         return metrics
 
@@ -238,38 +267,57 @@ def build_objective(plan: Plan) -> Objective:
     algo = plan.algo
     if not isinstance(algo, RlConfig):
         return compute_sft_objective
+    if ":" in algo.policy_loss:
+        function = load_custom(POLICY_LOSS, algo.policy_loss, algo.policy_loss_options)
+        return functools.partial(compute_custom_objective, function=function, options=algo.policy_loss_options)
     return functools.partial(
         compute_policy_objective,
+        policy_loss=cast("PolicyLoss", algo.policy_loss),
         clip_low=algo.clip_low,
         clip_high=algo.clip_high,
         dual_clip=algo.dual_clip,
         kl_coef_in_loss=algo.kl.coef if algo.kl.placement == "loss" else 0.0,
         kl_estimator=algo.kl.estimator,
+        kl_is_unbiased=algo.kl.is_unbiased,
         entropy_coef=algo.entropy_coef,
+        off_policy=OffPolicy(**algo.off_policy.model_dump()),
     )
 
 
-def _penalize(rewards: torch.Tensor, samples: Sequence[Sample], indices: Sequence[int], algo: RlConfig) -> torch.Tensor:
-    token_kls = []
-    for sample in samples:
-        if sample.ref_logprobs is None or sample.old_logprobs is None:
-            raise TrainerError(
-                "train", "a KL in the reward needs old and reference logprobs", "report it with the plan"
-            )
-        token_kls.append(
-            compute_kl(
-                logprobs=torch.from_numpy(sample.old_logprobs),
-                ref_logprobs=torch.from_numpy(sample.ref_logprobs),
-                estimator=algo.kl.estimator,
-            )
-        )
-    return compute_kl_penalized_rewards(
-        rewards=rewards,
-        token_kls=token_kls,
-        loss_masks=[torch.tensor(sample.loss_mask) for sample in samples],
-        rollout_indices=indices,
-        kl_coef=algo.kl.coef,
-    )
+def build_value_objective(plan: Plan) -> Objective | None:
+    """The critic's loss, as the trainer ranks call it; None without a critic."""
+    critic = plan.algo.critic if isinstance(plan.algo, RlConfig) else None
+    return None if critic is None else functools.partial(compute_value_objective, value_clip=critic.value_clip)
+
+
+def check_agreement(algo: RlConfig, metrics: Mapping[str, float]) -> None:
+    """Hold a step to the recipe's limits on what trainer and engine may disagree.
+
+    Raises:
+        TrainerError: they disagree more.
+    """
+    limits = algo.logprob_diff_mean_limit, algo.logprob_diff_max_limit
+    if limits == (None, None) or "train/rollout_logprob_abs_diff_mean" not in metrics:
+        return
+    mean_limit, max_limit = (math.inf if limit is None else limit for limit in limits)
+    found = {name.removeprefix("train/"): value for name, value in metrics.items()}
+    check_logprob_agreement(found, logprob_diff_mean_limit=mean_limit, logprob_diff_max_limit=max_limit)
+
+
+def _is_advantage_all(algo: RlConfig) -> bool:
+    """Whether a token without advantage has no gradient."""
+    has_kl = algo.kl.placement == "loss" and algo.kl.coef > 0
+    return not (has_kl or algo.entropy_coef or ":" in algo.policy_loss)
+
+
+def _with_staleness(sample: Sample, weight_version: int) -> Sample:
+    staleness = np.full(len(sample.token_ids), weight_version - sample.weight_version, dtype=np.float32)
+    return dataclasses.replace(sample, staleness=staleness)
+
+
+def _nothing_to_train() -> TrainerError:
+    fix = "see rollout/failed_fraction and the engines' logs"
+    return TrainerError("train", "no sample of the step can be trained", fix)
 
 
 def _combine(name: str, values: Sequence[float]) -> float:

@@ -73,9 +73,40 @@ def test_shapes_that_disagree_with_config_json_name_the_field(hf_dir):
         (["algo.kl.coef=0.1"], "algo.kl.coef"),
         (["algo.kl.placement=loss", "algo.kl.estimator=k1"], "algo.kl.estimator"),
         (["algo.clip_low=1.5"], "algo.clip_low"),
+        (["algo.policy_loss=gpso"], "algo.policy_loss"),
+        (["algo.policy_loss=no_module:loss"], "algo.policy_loss"),
+        (["algo.policy_loss=json:dumps"], "algo.policy_loss"),
+        (["+algo.policy_loss_options.scale=1"], "algo.policy_loss_options"),
+        (["algo=cispo", "algo.dual_clip=3"], "algo.dual_clip"),
+        (["algo.aggregation_divisor=16"], "algo.aggregation_divisor"),
+        (["algo.estimator=returns", "algo.normalize_std=false"], "algo.baseline"),
+        (["algo.baseline=none"], "algo.normalize_std"),
+        (["algo.estimator=gae", "algo.baseline=none", "algo.normalize_std=false"], "algo.critic"),
+        (["algo=ppo", "algo.estimator=returns"], "algo.critic"),
+        (["algo=reinforce_plus_plus", "rollout.filters=[nonzero_variance]"], "rollout.filters"),
+        (["algo.kl.is_unbiased=true"], "algo.kl.is_unbiased"),
+        (
+            ["algo.kl.placement=loss", "algo.kl.is_unbiased=true", "algo.kl.estimator=k1_straight_through"],
+            "algo.kl.estimator",
+        ),
+        (["algo=reinforce_plus_plus", "algo.kl.placement=advantage"], "algo.kl.placement"),
+        (["algo.off_policy.correction=token_tis", "algo.off_policy.low=3"], "algo.off_policy.low"),
+        (["algo.off_policy.correction=icepop", "algo.old_logprobs=rollout"], "algo.off_policy.correction"),
+        (["algo.off_policy.veto=0.1"], "algo.off_policy.veto"),
+        (["algo.off_policy.staleness_power=1"], "algo.off_policy.staleness_power"),
+        (["algo=dapo", "algo.overlong.buffer_tokens=17"], "algo.overlong.buffer_tokens"),
+        (["algo=opd"], "algo.distillation.teacher_path"),
+        (["algo=opd", "algo.distillation.teacher_path=nowhere"], "algo.distillation.teacher_path"),
         (["rollout.sampling.temperature=0"], "rollout.sampling.temperature"),
-        (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_p"),
-        (["rollout.sampling.top_k=5"], "rollout.sampling.top_k"),
+        (["rollout.sampling.temperature=1e-7"], "rollout.sampling.temperature"),
+        (["rollout.sampling.top_p=0.9", "algo.old_logprobs=rollout"], "algo.old_logprobs"),
+        (["rollout.sampling.top_k=5", "algo.old_logprobs=rollout"], "algo.old_logprobs"),
+        (["rollout.sampling.top_k=1"], "rollout.sampling.top_k"),
+        (["rollout.sampling.min_new_tokens=1"], "rollout.sampling.min_new_tokens"),
+        (
+            ["+topology.served_models.policy.server_groups.main.env.SGLANG_RETURN_ORIGINAL_LOGPROB='1'"],
+            "topology.served_models.policy.server_groups.main.env.SGLANG_RETURN_ORIGINAL_LOGPROB",
+        ),
         (["rollout.evaluation.sampling.top_k=0"], "rollout.evaluation.sampling.top_k"),
         (["rollout.sampling.min_new_tokens=17"], "rollout.sampling.min_new_tokens"),
         (["rollout.sampling.max_new_tokens=250"], "rollout.sampling.max_new_tokens"),
@@ -122,8 +153,8 @@ def test_each_rule_refuses_with_reason_and_fix(overrides, where):
 
 
 def test_problems_of_all_rules_come_together_with_their_origin():
-    found = problems_of("algo.group_size=1", "rollout.sampling.top_p=0.5", "schedule.num_train_steps=3")
-    assert {"algo.group_size", "rollout.sampling.top_p", "schedule.num_train_steps"} <= set(found)
+    found = problems_of("algo.group_size=1", "rollout.sampling.temperature=0", "schedule.num_train_steps=3")
+    assert {"algo.group_size", "rollout.sampling.temperature", "schedule.num_train_steps"} <= set(found)
     assert found["algo.group_size"].origin == "override algo.group_size=1"
 
 
@@ -186,3 +217,13 @@ def test_changes_are_what_the_defaults_did_not_set(hf_dir):
     assert plan.changes["model.alphabet"] is None
     assert "parallel.num_threads" not in plan.changes  # single.yaml, which tp2 extends, is a default
     assert "optim.lr: 3e-06  # override optim.lr=3e-6" in plan.describe_changes()
+
+
+def test_the_trainer_samples_as_the_engines_do():
+    plan = plan_of("rollout.sampling.temperature=0.7", "rollout.sampling.top_p=0.9", "rollout.sampling.top_k=40")
+    assert (plan.trainer.temperature, plan.trainer.top_p, plan.trainer.top_k) == (0.7, 0.9, 40)
+    assert any("a sampled token always counts as kept" in note for note in plan.notes)
+    assert not any("counts as kept" in note for note in plan_of().notes)
+    # what is imitated was not sampled
+    sft = plan_of("recipe=quickstart_sft", "rollout.sampling.top_p=0.9", "rollout.sampling.min_new_tokens=1").trainer
+    assert (sft.temperature, sft.top_p, sft.top_k) == (1.0, 1.0, -1)

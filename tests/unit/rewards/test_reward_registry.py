@@ -67,7 +67,7 @@ def test_rewards_are_built_by_name(name, options, text, expected):
         ("my_rewards:plan", {}, "reward.name", "did you mean 'plain'?"),
         ("my_rewards:number", {}, "reward.name", "has no function 'number'"),
         ("my_rewards:", {}, "reward.name", "not an import path"),
-        ("my_rewards:nothing", {}, "reward.name", "takes no positional argument"),
+        ("my_rewards:nothing", {}, "reward.name", "takes 0 positional arguments"),
         ("my_rewards:plain", {"wieght": 1}, "reward.options.wieght", "did you mean 'weight'?"),
         ("my_rewards:later", {}, "reward.options", "missing a required argument: 'weight'"),
     ],

@@ -6,12 +6,13 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 
 from rlrecipes.config.compose import compose
 from rlrecipes.errors import TrainerError
 from rlrecipes.plan.nodes import HostNode
 from rlrecipes.plan.resolve import resolve
-from rlrecipes.runner.training import Learner
+from rlrecipes.runner.training import Learner, build_objective
 from rlrecipes.types import Completion, Group, Prompt, Rollout, RolloutStatus, Turn
 
 HOSTS = (HostNode(name="here", num_cpus=2, num_gpus=0, memory_bytes=1 << 34),)
@@ -32,6 +33,7 @@ class ScriptedTrainers:
     def __init__(self, plan):
         self.plan = plan
         self.train_steps = []
+        self.critic_steps = []
         self.asked = []
         self.num_idle = []  # samples of each train step that go forward only
 
@@ -47,10 +49,12 @@ class ScriptedTrainers:
         assert len(rows) == trainer.num_ranks
         for rank, arguments in enumerate(per_rank):  # TP is fastest, then DP, then PP
             assert all(mine is theirs for mine, theirs in zip(arguments, per_rank[rank // tp % dp * tp], strict=True))
-        if method == "compute_logprobs":
+        if method == "compute_values":
+            shared = ("values",)
+        if method in ("compute_logprobs", "compute_values"):
             (which,) = shared
             self.asked.append(which)
-            scale = 2.0 if which == "reference" else 1.0
+            scale = {"reference": 2.0, "teacher": 3.0}.get(which, 1.0)
             is_output = [rank % tp == 0 and rank >= trainer.num_ranks - tp * dp for rank in range(len(rows))]
             return [
                 [np.where(mb.loss_mask, -scale * mb.target_ids / 100, 0).astype(np.float32) for mb in row]
@@ -58,36 +62,47 @@ class ScriptedTrainers:
                 else []
                 for rank, row in enumerate(rows)
             ]
+        if method == "critic_step":
+            self.critic_steps.append([mb for replica in range(dp) for mb in rows[replica * tp]])
+            return [{"loss": 0.5, "value_loss": 0.5, "grad_norm": 1.0, "lr": 0.1} for _ in rows]
         self.train_steps.append([mb for replica in range(dp) for mb in rows[replica * tp]])
         return [
-            {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1, "num_tokens": 3.0, "ratio_max": float(len(self.train_steps))}
+            {
+                "loss": 1.0,
+                "grad_norm": 2.0,
+                "lr": 0.1,
+                "num_tokens": 3.0,
+                "ratio_max": float(len(self.train_steps)),
+                "rollout_logprob_abs_diff_mean": 0.02,
+                "rollout_logprob_abs_diff_max": 0.3,
+            }
             for _ in rows
         ]
 
 
-def group_of(index, rewards, statuses=None):
+def group_of(index, rewards, statuses=None, weight_version=0):
     prompt = Prompt(index, (1, 2), "p")
     rollouts = []
     for sibling, reward in enumerate(rewards):
         ids = tuple(10 + index + sibling + t for t in range(1 + sibling))
-        completion = Completion(ids, tuple(-0.5 for _ in ids), "stop", 0)
+        completion = Completion(ids, tuple(-0.5 for _ in ids), "stop", weight_version)
         status = (statuses or {}).get(sibling, RolloutStatus.COMPLETED)
         rollouts.append(Rollout(prompt, sibling, (Turn((1, 2), completion),), "r", status, reward))
     return Group(prompt, tuple(rollouts))
 
 
-def train(plan, groups):
+def train(plan, groups, step=0):
     trainers = ScriptedTrainers(plan)
-    return trainers, asyncio.run(Learner(plan, trainers).train_groups(groups))
+    return trainers, asyncio.run(Learner(plan, trainers).train_groups(groups, step=step, weight_version=3))
 
 
 GROUPS = [group_of(0, [1.0, 0.0]), group_of(1, [0.0, 0.0]), group_of(2, [0.0, 1.0]), group_of(3, [1.0, 1.0])]
 
 
-def per_token(trainers, field):
-    """{(prompt's first generated id, position): value} over all trained tokens of all train steps."""
+def per_token(trainers, field, steps=None):
+    """{(target id, length of its sample): value} over all trained tokens of all train steps."""
     found = {}
-    for micro_batches in trainers.train_steps:
+    for micro_batches in trainers.train_steps if steps is None else steps:
         for mb in micro_batches:
             for start, end in zip(mb.cu_seqlens, mb.cu_seqlens[1:], strict=False):
                 for t in range(start, end):
@@ -180,3 +195,84 @@ def test_failed_rollouts_are_not_trained_and_all_failed_is_an_error():
     everything = {0: RolloutStatus.FAILED, 1: RolloutStatus.FAILED}
     with pytest.raises(TrainerError, match="no sample"):
         train(plan_of(), [group_of(index, [0.0, 0.0], everything) for index in range(4)])
+
+
+PPO = ["algo=ppo", "algo.group_size=2", "algo.whiten_advantages=false"]
+
+
+def test_the_critic_sees_values_and_returns_and_warms_up_alone():
+    plan = plan_of(*PPO, "algo.critic.num_warmup_steps=1", "algo.gae_lambda=1.0")
+    trainers, metrics = train(plan, GROUPS, step=0)
+    assert trainers.asked == ["values"] and trainers.train_steps == [] and len(trainers.critic_steps) == 1
+    values = per_token(trainers, "old_values", trainers.critic_steps)
+    returns = per_token(trainers, "returns", trainers.critic_steps)
+    assert all(value == pytest.approx(-token / 100) for (token, _), value in values.items())
+    assert returns[10, 3] == 1.0 and returns[11, 4] == returns[12, 4] == 0.0  # undiscounted: the reward of the rollout
+    assert metrics["critic/value_loss"] == 0.5 and metrics["train/num_train_steps"] == 0
+    assert "critic/explained_variance" in metrics
+    trainers, metrics = train(plan, GROUPS, step=1)
+    assert len(trainers.train_steps) == len(trainers.critic_steps) == 1
+    advantages = per_token(trainers, "advantages")
+    assert advantages[10, 3] == pytest.approx(1.0 + 10 / 100)
+
+
+def test_the_teacher_pulls_before_whitening(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    teacher = [f"algo.distillation.teacher_path={tmp_path}", "algo.distillation.coef=0.5"]
+    trainers, _ = train(plan_of("algo=opd", "algo.group_size=2", *teacher), GROUPS)
+    assert trainers.asked == ["policy", "teacher"]
+    # student -token/100, teacher -3 token/100: the student likes the token more than the teacher does
+    assert all(
+        value == pytest.approx(-0.5 * 2 * token / 100)
+        for (token, _), value in per_token(trainers, "advantages").items()
+    )
+
+
+def test_a_truncated_rollout_is_left_out_of_baseline_and_loss():
+    truncated = {1: RolloutStatus.TRUNCATED}
+    overlong = ["algo=dapo", "algo.overlong.buffer_tokens=0", "algo.normalize_std=false", "algo.group_size=3"]
+    groups = [group_of(0, [1.0, 0.0, 0.0], truncated), *(group_of(i, [1.0, 0.0, 0.0]) for i in (1, 2, 3))]
+    trainers, metrics = train(plan_of(*overlong), groups)
+    advantages = per_token(trainers, "advantages")
+    assert advantages[10, 3] == pytest.approx(0.5)  # against the one that counts beside it
+    assert metrics["overlong/filtered_fraction"] == pytest.approx(1 / 12)
+    num_trained = sum(int(mb.loss_mask.sum()) for mb in trainers.train_steps[0])
+    assert num_trained == 4 * (1 + 2 + 3) - 2
+
+
+def test_long_responses_lose_reward_softly():
+    overlong = ["algo=dapo", "algo.overlong.buffer_tokens=15", "algo.overlong.should_filter=false"]
+    plain = ["algo.baseline=none", "algo.normalize_std=false"]
+    trainers, metrics = train(plan_of(*overlong, *plain), GROUPS)
+    advantages = per_token(trainers, "advantages")
+    assert advantages[10, 3] == 1.0  # 1 token of 16: at the edge of the buffer
+    assert advantages[11, 4] == pytest.approx(-1 / 15)
+    assert metrics["overlong/penalty_mean"] == pytest.approx(-1 / 30)
+
+
+def test_age_in_weight_versions_reaches_the_loss():
+    stale = ["algo.off_policy.staleness_power=0.5", "schedule.num_train_steps=2"]
+    groups = [group_of(index, [1.0, 0.0], weight_version=index) for index in range(4)]
+    trainers, _ = train(plan_of(*stale), groups)
+    assert per_token(trainers, "staleness")[10, 3] == 3.0 and per_token(trainers, "staleness")[13, 3] == 0.0
+
+
+@pytest.mark.parametrize(("limit", "says"), [("mean_limit=0.01", "mean 0.02"), ("max_limit=0.2", "max 0.3")])
+def test_disagreement_beyond_the_limit_stops_the_run(limit, says):
+    with pytest.raises(TrainerError, match=says):
+        train(plan_of(f"algo.logprob_diff_{limit}"), GROUPS)
+    train(plan_of("algo.logprob_diff_mean_limit=0.05", "algo.logprob_diff_max_limit=0.5"), GROUPS)
+
+
+def test_a_loss_of_ones_own_is_all_the_loss(tmp_path, monkeypatch):
+    source = "def compute(batch, logprobs, entropy, *, scale):\n    return -scale * logprobs, {}\n"
+    (tmp_path / "my_loss.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ["algo.policy_loss=my_loss:compute", "+algo.policy_loss_options.scale=2.0"]
+    trainers, _ = train(plan_of(*own), GROUPS)
+    assert trainers.num_idle == [0]  # what it does with advantages of 0 is its own
+    objective = build_objective(plan_of(*own))
+    batch = {"loss_mask": torch.tensor([True, False])}
+    loss, _ = objective(batch, torch.tensor([-1.0, float("nan")]), None)
+    assert loss.tolist() == [2.0, 0.0]

@@ -1,4 +1,4 @@
-"""Verifiers of your own, ``module:function``. Owns how one is found, judged and loaded.
+"""Functions of your own, ``module:function``: verifiers, losses. Owns how one is found, judged and loaded.
 
 A Plan runs nobody's code: there the module's source is found without importing it or its packages, and read. That
 tells whether the function exists and takes the options. What only importing can tell (a function made by a decorator
@@ -15,49 +15,65 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rlrecipes.errors import ConfigError, Problem
-from rlrecipes.rewards.verifiers import Verifier
 from rlrecipes.suggest import did_you_mean
 
-_WHERE = "reward.name"
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _SPELLING = "check the spelling, and that it is on PYTHONPATH or in the working directory"
 
 
-def check_custom(path: str, options: Mapping[str, Any]) -> list[Problem]:
-    """Judge a verifier by its source, importing nothing.
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a function is for.
+
+    Attributes:
+        where: the recipe key that names it.
+        options: the recipe key of its keyword arguments.
+        arguments: what it is called with by position.
+    """
+
+    where: str
+    options: str
+    arguments: tuple[str, ...]
+
+
+def check_custom(role: Role, path: str, options: Mapping[str, Any]) -> list[Problem]:
+    """Judge a function by its source, importing nothing.
 
     Args:
+        role: what it is for.
         path: ``module:function``.
         options: its keyword arguments.
     """
     if not _IMPORT_PATH.fullmatch(path):
-        return [Problem(_WHERE, f"{path!r} is not an import path", "write package.module:function")]
+        return [Problem(role.where, f"{path!r} is not an import path", "write package.module:function")]
     module_name, _, function_name = path.partition(":")
     try:
         spec = _find_spec(module_name)
     except (KeyError, ImportError, ValueError):
         return []  # nested namespace packages, and finders that want their parents imported
     if spec is None:
-        return [Problem(_WHERE, f"there is no module {module_name!r}", _SPELLING)]
+        return [Problem(role.where, f"there is no module {module_name!r}", _SPELLING)]
     if spec.origin is None or not spec.origin.endswith(".py"):
         return []
     try:
         tree = ast.parse(importlib.util.decode_source(Path(spec.origin).read_bytes()))
     except (OSError, SyntaxError, ValueError) as error:
-        return [Problem(_WHERE, f"{spec.origin} cannot be read: {error}", "mend the file")]
-    return _check_source(path, list(_bindings(tree.body)), function_name, options)
+        return [Problem(role.where, f"{spec.origin} cannot be read: {error}", "mend the file")]
+    return _check_source(role, path, list(_bindings(tree.body)), function_name, options)
 
 
-def load_custom(path: str, options: Mapping[str, Any]) -> Verifier:
-    """Import a verifier and bind its options.
+def load_custom(role: Role, path: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Import a function; its options are not bound.
 
     Args:
+        role: what it is for.
         path: ``module:function``, which :func:`check_custom` accepts.
         options: its keyword arguments.
 
@@ -72,15 +88,15 @@ def load_custom(path: str, options: Mapping[str, Any]) -> Verifier:
     # The module is a user's: importing it may raise anything, and all of it means that it cannot be imported.
     except Exception as error:
         problem = f"{module_name!r} cannot be imported: {type(error).__name__}: {error}"
-        raise ConfigError(_WHERE, problem, "mend the module, or what it imports") from error
-    verify = getattr(module, function_name, None)
-    if not callable(verify):
+        raise ConfigError(role.where, problem, "mend the module, or what it imports") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise ConfigError.from_problems([_no_function(path, functions)])
-    problems = _check_signature(path, inspect.signature(verify), options)
+        raise ConfigError.from_problems([_no_function(role, path, functions)])
+    problems = _check_signature(role, path, inspect.signature(function), options)
     if problems:
         raise ConfigError.from_problems(problems)
-    return _bind(verify, options)
+    return cast("Callable[..., Any]", function)
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
@@ -118,7 +134,11 @@ def _bindings(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def _check_source(
-    path: str, bindings: Sequence[tuple[str, ast.stmt]], function_name: str, options: Mapping[str, Any]
+    role: Role,
+    path: str,
+    bindings: Sequence[tuple[str, ast.stmt]],
+    function_name: str,
+    options: Mapping[str, Any],
 ) -> list[Problem]:
     names = {name for name, _ in bindings}
     nodes = [node for name, node in bindings if name == function_name]
@@ -126,16 +146,16 @@ def _check_source(
     is_constant = isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)
     if is_constant or not names & {function_name, "*"}:
         kinds = ast.FunctionDef | ast.AsyncFunctionDef
-        return [_no_function(path, [name for name, found in bindings if isinstance(found, kinds)])]
+        return [_no_function(role, path, [name for name, found in bindings if isinstance(found, kinds)])]
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
-        return _check_signature(path, _to_signature(node.args), options)
+        return _check_signature(role, path, _to_signature(node.args), options)
     return []
 
 
-def _no_function(path: str, functions: Sequence[str]) -> Problem:
+def _no_function(role: Role, path: str, functions: Sequence[str]) -> Problem:
     module_name, _, function_name = path.partition(":")
     problem = f"{module_name!r} has no function {function_name!r}"
-    return Problem(_WHERE, problem, did_you_mean(function_name, functions))
+    return Problem(role.where, problem, did_you_mean(function_name, functions))
 
 
 def _to_signature(arguments: ast.arguments) -> Signature:
@@ -159,35 +179,27 @@ def _to_signature(arguments: ast.arguments) -> Signature:
     return Signature(parameters)
 
 
-def _check_signature(path: str, signature: Signature, options: Mapping[str, Any]) -> list[Problem]:
+def _check_signature(role: Role, path: str, signature: Signature, options: Mapping[str, Any]) -> list[Problem]:
     parameters = signature.parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
-    if not positional:
-        problem = f"{path} takes no positional argument for the rollout"
-        return [Problem(_WHERE, problem, "define it as verify(rollout, *, your_option=...)")]
-    known = [
-        p.name for p in parameters if p is not positional[0] and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    called_with = positional[: len(role.arguments)]
+    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if len(called_with) < len(role.arguments) and not takes_more:
+        wanted = ", ".join(role.arguments)
+        name = path.partition(":")[2]
+        problem = f"{path} takes {len(called_with)} positional arguments; it is called with ({wanted})"
+        return [Problem(role.where, problem, f"define it as {name}({wanted}, *, your_option=...)")]
+    known = [p.name for p in parameters if p not in called_with and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         unknown = [name for name in options if name not in known]
         if unknown:
             return [
-                Problem(f"reward.options.{name}", f"there is no option {name!r}", did_you_mean(name, known))
+                Problem(f"{role.options}.{name}", f"there is no option {name!r}", did_you_mean(name, known))
                 for name in unknown
             ]
     try:
-        signature.bind(None, **options)
+        signature.bind(*role.arguments, **options)
     except TypeError as error:
-        fix = "give it in reward.options, or give the parameter a default"
-        return [Problem("reward.options", f"{path}: {error}", fix)]
+        fix = f"give it in {role.options}, or give the parameter a default"
+        return [Problem(role.options, f"{path}: {error}", fix)]
     return []
-
-
-def _bind(verify: Callable[..., Any], options: Mapping[str, Any]) -> Verifier:
-    if inspect.iscoroutinefunction(verify):
-
-        async def verify_async(rollout: Any) -> Any:
-            return await verify(rollout, **options)
-
-        return verify_async
-    return lambda rollout: verify(rollout, **options)
