@@ -16,16 +16,54 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrecipes.algos.aggregation import compute_loss_weights
-from rlrecipes.algos.objective import compute_policy_objective, compute_sft_objective
+from rlrecipes.algos.objective import compute_custom_objective, compute_policy_objective, compute_sft_objective
+from rlrecipes.algos.off_policy import OffPolicy
+from rlrecipes.algos.value_loss import compute_value_objective
 from rlrecipes.batching.grid import build_grid
 from rlrecipes.types import Sample
 
 VOCABULARY, WIDTH = 7, 4
+DIVISOR = 5.0
+MODES = ["per_sequence", "per_rollout", "per_prompt", "per_token", "constant"]
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "kl_coef_in_loss": 0.3, "entropy_coef": 0.05}
 POLICY = partial(compute_policy_objective, kl_estimator="k3", **OPTIONS)
-MODES = st.sampled_from(["per_sequence", "per_rollout", "per_prompt", "per_token", "constant"])
-DIVISOR = 8.0
-OBJECTIVES = st.sampled_from([POLICY, compute_sft_objective])
+BOUNDS = {"low": 0.4, "high": 2.0}
+
+
+def compute_squares(batch, logprobs, entropy, *, scale):
+    """A loss of one's own."""
+    loss = scale * batch["advantages"] * logprobs.square()
+    return loss, {"square": loss}
+
+
+def compute_values(batch, logprobs, entropy):
+    """The critic's loss; what stands in for its values has a gradient to every weight."""
+    named = {"old_values": batch["old_logprobs"], "returns": batch["advantages"]}
+    return compute_value_objective(batch | named, logprobs, value_clip=0.2)
+
+
+# Name -> what the trainer calls. The loss of each by plain arithmetic, one sample at a time, is slow_losses below.
+OBJECTIVES = {
+    "clipped": POLICY,
+    "gspo": partial(POLICY, policy_loss="gspo"),
+    "cispo": partial(POLICY, policy_loss="cispo", dual_clip=None),
+    "unbiased_kl": partial(POLICY, kl_is_unbiased=True),
+    "token_tis": partial(POLICY, off_policy=OffPolicy(correction="token_tis", **BOUNDS)),
+    "sequence_tis": partial(POLICY, off_policy=OffPolicy(correction="sequence_tis", **BOUNDS)),
+    "token_mis": partial(POLICY, off_policy=OffPolicy(correction="token_mis", **BOUNDS, veto=0.2)),
+    "sequence_mis": partial(POLICY, off_policy=OffPolicy(correction="sequence_mis", **BOUNDS)),
+    "geometric_mis": partial(POLICY, off_policy=OffPolicy(correction="geometric_mis", **BOUNDS)),
+    "icepop": partial(POLICY, off_policy=OffPolicy(correction="icepop", **BOUNDS)),
+    "decoupled": partial(POLICY, off_policy=OffPolicy(correction="decoupled", **BOUNDS)),
+    "opsm": partial(POLICY, policy_loss="gspo", off_policy=OffPolicy(opsm_delta=0.05)),
+    "staleness": partial(POLICY, off_policy=OffPolicy(staleness_power=1.0)),
+    "topk": partial(POLICY, distillation_topk_coef=0.4),
+    "sft": compute_sft_objective,
+    "custom": partial(compute_custom_objective, function=compute_squares, options={"scale": 0.5}),
+    "value": compute_values,
+}
+EVERY_LOSS = pytest.mark.parametrize("name", OBJECTIVES)
+EVERY_MODE = pytest.mark.parametrize("mode", MODES)
 LAYOUTS = st.fixed_dictionaries(
     {
         "num_ranks": st.integers(1, 4),
@@ -84,7 +122,40 @@ def run_policy(parameters, token_ids, boundaries):
     return (torch.cat(means).tanh() @ output).log_softmax(-1)
 
 
-def run_step(samples, mode, objective, poison=0.0, dtype=torch.float64, **layout):
+def age_of(sample):
+    return (sample.prompt_index + 2 * sample.sibling) % 4
+
+
+def teacher_of(target_ids):
+    """Two tokens the teacher likes where a target comes next, and its log probabilities of them."""
+    return torch.stack([(target_ids + 1) % VOCABULARY, (target_ids + 3) % VOCABULARY], -1), torch.tensor(
+        [0.5, 0.2]
+    ).log()
+
+
+def build_batch(micro_batch, samples, logprobs, dtype, poison):
+    """What an objective reads, [T] each, from the arrays of a micro-batch; poison in every slot that is masked."""
+    arrays = {f.name: getattr(micro_batch, f.name) for f in fields(micro_batch)}
+    batch = {name: torch.tensor(value) for name, value in arrays.items() if isinstance(value, np.ndarray)}
+    lengths = torch.tensor(np.diff(micro_batch.cu_seqlens))
+    sample_index = torch.arange(len(lengths)).repeat_interleave(lengths)
+    ages = [age_of(samples[index]) for index in micro_batch.sample_indices]
+    ages += [0] * (len(lengths) - len(ages))
+    topk_ids, teacher_topk = teacher_of(batch["target_ids"])
+    batch |= {"sample_index": sample_index, "staleness": torch.tensor(ages, dtype=dtype)[sample_index]}
+    batch |= {
+        "topk_logprobs": logprobs.gather(1, topk_ids),
+        "teacher_topk_logprobs": teacher_topk.expand(len(topk_ids), 2),
+    }
+    batch = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}
+    masks = {1: batch["loss_mask"], 2: batch["loss_mask"].unsqueeze(1)}
+    return {
+        n: torch.where(masks[t.ndim], t, t + poison) if t.is_floating_point() and n != "loss_weights" else t
+        for n, t in batch.items()
+    }
+
+
+def run_step(samples, mode, name, poison=0.0, dtype=torch.float64, **layout):
     """Loss and gradients of one train step over a grid, as trainer ranks add them up."""
     weights = compute_loss_weights(
         mode=mode,
@@ -97,16 +168,13 @@ def run_step(samples, mode, objective, poison=0.0, dtype=torch.float64, **layout
     parameters = make_parameters(dtype)
     total = 0.0
     for micro_batch in [micro_batch for row in build_grid(weighted, **layout) for micro_batch in row]:
-        arrays = {f.name: getattr(micro_batch, f.name) for f in fields(micro_batch)}
-        batch = {name: torch.tensor(value) for name, value in arrays.items() if isinstance(value, np.ndarray)}
-        batch |= {n: t.to(dtype) for n, t in batch.items() if t.is_floating_point()}
-        loss_weights = batch.pop("loss_weights")
-        floats = {name: tensor for name, tensor in batch.items() if tensor.is_floating_point()}
-        batch |= {name: torch.where(batch["loss_mask"], tensor, tensor + poison) for name, tensor in floats.items()}
-        logprobs = run_policy(parameters, batch["token_ids"], micro_batch.cu_seqlens)
+        logprobs = run_policy(parameters, torch.tensor(micro_batch.token_ids), micro_batch.cu_seqlens)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
+        batch = build_batch(micro_batch, samples, logprobs, dtype, poison)
+        loss_weights = batch.pop("loss_weights")
         target_logprobs = logprobs.gather(1, batch["target_ids"].unsqueeze(1)).squeeze(1)
-        token_losses, metrics = objective(batch, target_logprobs, entropy)
+        hidden = torch.where(batch["loss_mask"], 0.0, poison)
+        token_losses, metrics = OBJECTIVES[name](batch, target_logprobs + hidden, entropy + hidden)
         assert all(metric.isfinite().all() for metric in metrics.values())
         loss = (token_losses * loss_weights).sum()
         loss.backward()
@@ -114,39 +182,92 @@ def run_step(samples, mode, objective, poison=0.0, dtype=torch.float64, **layout
     return total, [parameter.grad for parameter in parameters]
 
 
-def slow_token_loss(objective, parameters, sample, place):
-    """The loss of one token, from its own prefix and plain arithmetic."""
-    embeddings, output = parameters
-    prefix = embeddings[list(sample.token_ids[:place])].mean(0)
-    distribution = (prefix.tanh() @ output).log_softmax(-1)
-    logprob = distribution[sample.token_ids[place]]
-    if objective is compute_sft_objective:
-        return -logprob
-    ratio = (logprob - float(sample.old_logprobs[place])).exp()
-    advantage = float(sample.advantages[place])
+def slow_weight(name, sample, place, trained, logprobs):
+    """What multiplies the policy loss of one token; from the definitions in off_policy.py."""
+    gaps = {t: float(sample.old_logprobs[t]) - sample.rollout_logprobs[t] for t in trained}
+    low, high = BOUNDS["low"], BOUNDS["high"]
+    gap = gaps[place]
+    if name.startswith("sequence"):
+        gap = sum(gaps.values())
+    if name.startswith("geometric"):
+        gap = sum(gaps.values()) / len(gaps)
+    ratio = math.exp(min(max(gap, -20.0), 20.0))
+    if name == "opsm":
+        moved = sum(float(sample.old_logprobs[t]) - float(logprobs[t]) for t in trained) / len(trained)
+        return 0.0 if sample.advantages[place] < 0 and moved > 0.05 else 1.0
+    if name == "staleness":
+        return 1 / max(age_of(sample), 1)
+    if name.endswith("tis"):
+        return min(max(ratio, low), high)
+    if name == "decoupled":
+        return min(ratio, high)
+    if name.endswith("mis") or name == "icepop":
+        is_vetoed = name == "token_mis" and any(math.exp(each) < 0.2 for each in gaps.values())
+        return ratio if low <= ratio <= high and not is_vetoed else 0.0
+    return 1.0
+
+
+def slow_policy_loss(name, logprob, log_ratio, advantage):
+    """The policy loss of one token."""
+    ratio = log_ratio.exp()
+    if name == "cispo":
+        return -ratio.detach().clamp(0.8, 1.28) * advantage * logprob
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-    if advantage < 0:
-        surrogate = surrogate.clamp(min=3.0 * advantage)
-    gap = float(sample.ref_logprobs[place]) - logprob
-    return -surrogate + 0.3 * (gap.exp() - 1 - gap) + 0.05 * (distribution.exp() * distribution).sum()
+    return -(surrogate.clamp(min=3.0 * advantage) if advantage < 0 else surrogate)
 
 
-def slow_step(samples, mode, objective):
+def slow_losses(name, parameters, sample):
+    """The losses of a sample's trained tokens, each from its own prefix and plain arithmetic."""
+    embeddings, output = parameters
+    trained = [place for place, is_trained in enumerate(sample.loss_mask) if is_trained]
+    distributions, logprobs = {}, {}
+    for t in trained:
+        prefix = embeddings[list(sample.token_ids[:t])].mean(0)
+        distributions[t] = (prefix.tanh() @ output).log_softmax(-1)
+        logprobs[t] = distributions[t][sample.token_ids[t]]
+    log_ratios = {t: logprobs[t] - float(sample.old_logprobs[t]) for t in trained}
+    if name in ("gspo", "opsm") and trained:
+        mean = sum(log_ratios.values()) / len(trained)
+        log_ratios = dict.fromkeys(trained, mean)
+    losses = []
+    for t in trained:
+        advantage, logprob, old = float(sample.advantages[t]), logprobs[t], float(sample.old_logprobs[t])
+        if name == "sft":
+            losses.append(-logprob)
+        elif name == "custom":
+            losses.append(0.5 * advantage * logprob**2)
+        elif name == "value":
+            near = min(max(float(logprob), old - 0.2), old + 0.2)
+            clipped = logprob if near == float(logprob) else torch.tensor(near, dtype=torch.float64)
+            losses.append(torch.maximum((logprob - advantage) ** 2, (clipped - advantage) ** 2))
+        else:
+            loss = slow_weight(name, sample, t, trained, logprobs) * slow_policy_loss(
+                name, logprob, log_ratios[t], advantage
+            )
+            gap = float(sample.ref_logprobs[t]) - logprob
+            kl = gap.exp() - 1 - gap
+            kl = kl * (logprob - old).exp() if name == "unbiased_kl" else kl
+            loss = loss + 0.3 * kl + 0.05 * (distributions[t].exp() * distributions[t]).sum()
+            if name == "topk":
+                ids, teacher = teacher_of(torch.tensor(sample.token_ids[t]))
+                student = distributions[t][ids].exp()
+                rest, teacher_rest = 1 - student.sum(), 1 - teacher.exp().sum()
+                loss = loss + 0.4 * ((student * (student.log() - teacher)).sum() + rest * (rest / teacher_rest).log())
+            losses.append(loss)
+    return losses
+
+
+def slow_step(samples, mode, name):
     """Loss and gradients of one train step, straight from the definition."""
     parameters = make_parameters()
-    losses = {}
-    for index, sample in enumerate(samples):
-        unit = {
-            "per_sequence": index,
-            "per_prompt": sample.prompt_index,
-            "per_token": "all",
-        }.get(mode, (sample.prompt_index, sample.sibling))
-        trained = [place for place, is_trained in enumerate(sample.loss_mask) if is_trained]
-        losses.setdefault(unit, []).extend(slow_token_loss(objective, parameters, sample, place) for place in trained)
-    total = 0.0 * sum(parameter.sum() for parameter in parameters)
-    for unit_losses in losses.values():
-        denominator = DIVISOR if mode == "constant" else max(len(unit_losses), 1)
-        total = total + sum(unit_losses) / denominator / len(losses)
+    units = {}
+    for number, sample in enumerate(samples):
+        rollout = (sample.prompt_index, sample.sibling)
+        unit = {"per_sequence": number, "per_prompt": sample.prompt_index, "per_token": 0}.get(mode, rollout)
+        units.setdefault(unit, []).extend(slow_losses(name, parameters, sample))
+    zero = 0.0 * sum(parameter.sum() for parameter in parameters)
+    means = [sum(unit) / (DIVISOR if mode == "constant" else len(unit)) for unit in units.values() if unit]
+    total = zero + sum(means) / len(units)
     total.backward()
     return float(total.detach()), [parameter.grad for parameter in parameters]
 
@@ -157,30 +278,38 @@ def assert_same(got, expected, tolerance=1e-6):
         torch.testing.assert_close(gradient.double(), expected_gradient, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=150, deadline=None)
-@given(samples=train_steps(), mode=MODES, objective=OBJECTIVES, layout=LAYOUTS)
-def test_any_layout_gives_the_loss_of_the_definition(samples, mode, objective, layout):
-    assert_same(run_step(samples, mode, objective, **layout), slow_step(samples, mode, objective))
+@EVERY_LOSS
+@EVERY_MODE
+@settings(max_examples=6, deadline=None)
+@given(samples=train_steps(), layout=LAYOUTS)
+def test_any_layout_gives_the_loss_of_the_definition(name, mode, samples, layout):
+    assert_same(run_step(samples, mode, name, **layout), slow_step(samples, mode, name))
 
 
-@settings(max_examples=50, deadline=None)
-@given(samples=train_steps(), mode=MODES, objective=OBJECTIVES, layout=LAYOUTS)
-def test_float32_agrees_with_the_definition(samples, mode, objective, layout):
-    got = run_step(samples, mode, objective, dtype=torch.float32, **layout)
-    assert_same(got, slow_step(samples, mode, objective), tolerance=1e-5)
+@EVERY_LOSS
+@EVERY_MODE
+@settings(max_examples=3, deadline=None)
+@given(samples=train_steps(), layout=LAYOUTS)
+def test_float32_agrees_with_the_definition(name, mode, samples, layout):
+    got = run_step(samples, mode, name, dtype=torch.float32, **layout)
+    assert_same(got, slow_step(samples, mode, name), tolerance=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
-@given(samples=train_steps(), mode=MODES, layout=LAYOUTS, data=st.data())
-def test_order_of_samples_does_not_matter(samples, mode, layout, data):
+@EVERY_LOSS
+@EVERY_MODE
+@settings(max_examples=3, deadline=None)
+@given(samples=train_steps(), layout=LAYOUTS, data=st.data())
+def test_order_of_samples_does_not_matter(name, mode, samples, layout, data):
     shuffled = data.draw(st.permutations(samples))
-    assert_same(run_step(shuffled, mode, POLICY, **layout), run_step(samples, mode, POLICY, **layout))
+    assert_same(run_step(shuffled, mode, name, **layout), run_step(samples, mode, name, **layout))
 
 
+@EVERY_LOSS
+@EVERY_MODE
 @pytest.mark.parametrize("poison", [math.nan, 1e9])
-@settings(max_examples=25, deadline=None)
-@given(samples=train_steps(), mode=MODES, layout=LAYOUTS)
-def test_masked_and_padded_slots_do_not_matter(poison, samples, mode, layout):
-    clean, poisoned = run_step(samples, mode, POLICY, **layout), run_step(samples, mode, POLICY, poison, **layout)
+@settings(max_examples=2, deadline=None)
+@given(samples=train_steps(), layout=LAYOUTS)
+def test_masked_and_padded_slots_do_not_matter(name, mode, poison, samples, layout):
+    clean, poisoned = run_step(samples, mode, name, **layout), run_step(samples, mode, name, poison, **layout)
     assert poisoned[0] == clean[0]
     assert all(torch.equal(*pair) for pair in zip(poisoned[1], clean[1], strict=True))
