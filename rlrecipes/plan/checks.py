@@ -6,9 +6,15 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlrecipes.config.schema import ModelShapes, RlConfig, RunConfig
+from rlrecipes.config.schema import ModelShapes, OffPolicyConfig, RlConfig, RunConfig
+from rlrecipes.custom import Role, check_custom
 from rlrecipes.errors import Problem
+from rlrecipes.suggest import did_you_mean
 
+POLICY_LOSSES = ("clipped", "gspo", "cispo")
+POLICY_LOSS = Role("algo.policy_loss", "algo.policy_loss_options", ("batch", "logprobs", "entropy"))
+"""A policy loss of the user's own; see ``algos.objective.CustomLoss``."""
+_NO_CORRECTION = OffPolicyConfig(correction="none", low=0.0, high=2.0, veto=None, opsm_delta=None, staleness_power=0.0)
 _GREEDY_TEMPERATURE = 1e-6
 """Below it SGLang samples greedily."""
 _UNSCALED = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -46,14 +52,98 @@ def _algorithm(config: RunConfig) -> Iterator[Problem]:
     algo = config.algo
     if not isinstance(algo, RlConfig):
         return
-    if algo.group_size == 1:
-        yield Problem("algo.group_size", "is 1: a group of one has no baseline, every advantage is 0", "use 2 or more")
-    if algo.kl.placement == "none" and algo.kl.coef > 0:
-        yield Problem("algo.kl.coef", f"is {algo.kl.coef} but kl.placement is none", "set kl.placement=loss or reward")
-    if algo.kl.placement == "loss" and algo.kl.estimator == "k1":
-        yield Problem("algo.kl.estimator", "k1 in the loss has no gradient in expectation", "use k2 or k3")
-    if algo.clip_low >= 1:
+    for rule in (_policy_loss, _advantage, _kl, _off_policy, _overlong, _teacher):
+        yield from rule(config, algo)
+
+
+def _policy_loss(config: RunConfig, algo: RlConfig) -> Iterator[Problem]:
+    if ":" in algo.policy_loss:
+        yield from check_custom(POLICY_LOSS, algo.policy_loss, algo.policy_loss_options)
+        if algo.off_policy != _NO_CORRECTION or algo.entropy_coef or algo.kl.placement == "loss":
+            problem = (
+                "of your own is all the loss there is: off_policy, entropy_coef and a KL in the loss are not added"
+            )
+            yield Problem("algo.policy_loss", problem, "compute them in it, and set them to their neutral values")
+        return
+    if algo.policy_loss not in POLICY_LOSSES:
+        fix = did_you_mean(algo.policy_loss, [*POLICY_LOSSES, "module:function"])
+        yield Problem("algo.policy_loss", f"there is no policy loss {algo.policy_loss!r}", fix)
+    if algo.policy_loss_options:
+        problem = f"{algo.policy_loss} has no options of its own"
+        yield Problem("algo.policy_loss_options", problem, "set it to {}; clip_low and the others are keys of algo")
+    if algo.clip_low >= 1 and algo.policy_loss != "cispo":
         yield Problem("algo.clip_low", f"is {algo.clip_low}: the lower bound 1 - clip_low is not positive", "use < 1")
+    if algo.dual_clip is not None and algo.policy_loss == "cispo":
+        yield Problem("algo.dual_clip", "cispo has none: its weight is clipped, not its loss", "set it to null")
+    if algo.aggregation_divisor is not None and algo.aggregation != "constant":
+        yield Problem("algo.aggregation_divisor", f"aggregation {algo.aggregation} divides by no constant", "set null")
+
+
+def _advantage(config: RunConfig, algo: RlConfig) -> Iterator[Problem]:
+    has_baseline = algo.estimator == "group" and algo.baseline != "none"
+    if has_baseline and algo.group_size == 1 and (algo.distillation is None or not algo.distillation.is_alone):
+        problem = "is 1: a group of one has no baseline, every advantage is 0"
+        yield Problem("algo.group_size", problem, "use 2 or more, or algo.baseline=none")
+    if algo.estimator != "group" and algo.baseline != "none":
+        yield Problem("algo.baseline", f"estimator {algo.estimator} compares with no group", "use none")
+    if algo.normalize_std and not has_baseline:
+        yield Problem("algo.normalize_std", "there is no group to take a standard deviation of", "set it false")
+    if (algo.estimator == "gae") != (algo.critic is not None):
+        problem = (
+            "estimator gae needs a critic" if algo.critic is None else f"estimator {algo.estimator} asks no critic"
+        )
+        yield Problem("algo.critic", problem, "use algo=ppo, or set critic to null")
+    if "nonzero_variance" in config.rollout.filters and algo.group_size == 1:
+        problem = "nonzero_variance drops every group of one"
+        yield Problem("rollout.filters", problem, "use a larger algo.group_size, or no filter")
+
+
+def _kl(config: RunConfig, algo: RlConfig) -> Iterator[Problem]:
+    kl = algo.kl
+    if kl.placement == "none" and kl.coef > 0:
+        yield Problem("algo.kl.coef", f"is {kl.coef} but kl.placement is none", "set kl.placement=loss or reward")
+    if kl.placement == "loss" and kl.estimator == "k1" and not kl.is_unbiased:
+        fix = "use k1_straight_through, k2 or k3, or kl.is_unbiased=true"
+        yield Problem("algo.kl.estimator", "k1 in the loss has no gradient in expectation", fix)
+    if kl.is_unbiased and kl.placement != "loss":
+        yield Problem("algo.kl.is_unbiased", f"weights a KL in the loss; placement is {kl.placement}", "set it false")
+    if kl.is_unbiased and kl.estimator == "k1_straight_through":
+        yield Problem("algo.kl.estimator", "k1_straight_through cannot be weighted", "use k1, k2 or k3")
+    if kl.placement == "advantage" and algo.estimator != "group":
+        problem = f"estimator {algo.estimator} sums token rewards: the KL belongs into these"
+        yield Problem("algo.kl.placement", problem, "use reward")
+
+
+def _off_policy(config: RunConfig, algo: RlConfig) -> Iterator[Problem]:
+    options = algo.off_policy
+    if options.low > options.high:
+        yield Problem("algo.off_policy.low", f"is {options.low}, above high={options.high}", "lower it")
+    if options.correction != "none" and algo.old_logprobs == "rollout":
+        problem = f"{options.correction} compares old with rollout logprobs, which are the same"
+        yield Problem("algo.off_policy.correction", problem, "use algo.old_logprobs=recompute")
+    if options.veto is not None and options.correction == "none":
+        yield Problem("algo.off_policy.veto", "is part of a correction; there is none", "choose one, or set it null")
+    if options.staleness_power and config.schedule.num_train_steps == 1:
+        problem = "the loop collects with the newest weights: no sample is stale"
+        yield Problem("algo.off_policy.staleness_power", problem, "set it to 0")
+
+
+def _overlong(config: RunConfig, algo: RlConfig) -> Iterator[Problem]:
+    limit = config.rollout.sampling.max_new_tokens
+    if algo.overlong is not None and algo.overlong.buffer_tokens > limit:
+        problem = f"is {algo.overlong.buffer_tokens}; a response has at most {limit} tokens"
+        yield Problem("algo.overlong.buffer_tokens", problem, "lower it, usually to a fifth of max_new_tokens")
+
+
+def _teacher(config: RunConfig, algo: RlConfig) -> Iterator[Problem]:
+    if algo.distillation is None:
+        return
+    path = algo.distillation.teacher_path
+    if path is None:
+        problem = "is null: there is nobody to learn from"
+        yield Problem("algo.distillation.teacher_path", problem, "name an HF directory of the policy's shapes")
+    elif not (Path(path) / "config.json").is_file():
+        yield Problem("algo.distillation.teacher_path", f"{path} holds no config.json", "name an HF directory")
 
 
 def _sampling(config: RunConfig) -> Iterator[Problem]:

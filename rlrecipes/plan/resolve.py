@@ -228,6 +228,8 @@ def _notes(config: RunConfig) -> list[str]:
             )
         if config.schedule.num_train_steps == 1 and algo.old_logprobs == "recompute":
             notes.append("one train step per step on its own weights: the ratio is 1 and clipping cannot act")
+        if algo.name == "dapo" and not config.rollout.filters:
+            notes.append("DAPO's dynamic sampling is off: rollout.filters=[nonzero_variance] turns it on")
         if algo.kl.placement != "none" and algo.kl.coef == 0:
             notes.append("kl.coef is 0: the KL to the reference is only measured, at the price of one forward pass")
     if config.data.eval_path is None:
