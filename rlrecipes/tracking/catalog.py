@@ -160,6 +160,68 @@ TRAIN = (
     Metric("train/time_s", "s", "time of the step's train steps", "lower is faster", "lower"),
 )
 
+OFF_POLICY = (
+    Metric(
+        "train/mismatch_kl_k1",
+        "nats",
+        "mean of rollout minus old log probability: KL from the policy that drew the tokens to the trainer's",
+        "unbiased but noisy; below 0 by more than noise: the tokens were not drawn from what the engine says",
+    ),
+    Metric(
+        "train/mismatch_kl_k3",
+        "nats",
+        "the same KL by an estimate that is never negative",
+        "1e-3 or less when precision alone differs; rising: stale weights, or engine and trainer disagree",
+        "lower",
+    ),
+    Metric(
+        "train/off_policy_ratio_p01",
+        "1",
+        "1st percentile of old over rollout probability (of a sample's, for corrections of sequences)",
+        "far below 1: the engine draws tokens that the trainer thinks rare",
+    ),
+    Metric("train/off_policy_ratio_p50", "1", "median of the same ratio", "should be 1 to a few thousandths"),
+    Metric(
+        "train/off_policy_ratio_p99",
+        "1",
+        "99th percentile of the same ratio",
+        "at the upper bound of the correction: it acts on more than a hundredth of the tokens",
+    ),
+    Metric(
+        "train/off_policy_weight_mean",
+        "1",
+        "mean weight of a trained token in the policy loss",
+        "well below 1: masks or age take most of the signal away",
+    ),
+    Metric(
+        "train/off_policy_effective_fraction",
+        "fraction",
+        "effective sample size over trained tokens: (sum of weights)^2 / (n x sum of squares)",
+        "below 0.5: a few tokens decide the update",
+        "higher",
+    ),
+    Metric(
+        "train/off_policy_clip_fraction",
+        "fraction",
+        "trained tokens whose weight a bound or the veto changed",
+        "above 0.1: the correction biases the gradient; sync more often or find the mismatch",
+        "lower",
+    ),
+    Metric(
+        "train/opsm_fraction",
+        "fraction",
+        "trained tokens that off-policy sequence masking left out",
+        "rising within a step: the policy moves far from what drew the tokens",
+    ),
+    Metric(
+        "train/teacher_topk_kl",
+        "nats",
+        "KL from policy to teacher over the teacher's likeliest tokens and the rest",
+        "falling: the student nears the teacher",
+        "lower",
+    ),
+)
+
 SFT = (
     Metric("sft/loss", "nats", "mean negative log-likelihood of a trained token", "falling means it learns", "lower"),
     Metric("sft/num_tokens", "tokens", "trained tokens in the step", "the work of the step"),
@@ -203,6 +265,7 @@ CATALOG: dict[str, tuple[Metric, ...]] = {
     "Rollout": ROLLOUT,
     "Staleness": STALENESS,
     "Training": TRAIN,
+    "Off-policy and distillation": OFF_POLICY,
     "Supervised fine-tuning": SFT,
     "Weight sync": WEIGHT_SYNC,
     "Loop": LOOP,
