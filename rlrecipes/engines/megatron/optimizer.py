@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 
 from rlrecipes.config.schema import OptimConfig
 from rlrecipes.errors import TrainerError
@@ -79,13 +80,25 @@ def build_optimizer(
         bf16=params_dtype is torch.bfloat16,
         params_dtype=params_dtype,
     )
-    optimizer = get_megatron_optimizer(config, chunks)
+    optimizer = get_megatron_optimizer(config, chunks, _build_overrides(config))
     optimizer.get_grad_norm = functools.partial(compute_finite_norm, optimizer.get_grad_norm, where, section)
     if not HAVE_APEX_OR_TE:
         _patch_step_restore()
         for inner in optimizer.chained_optimizers:
             _prepare_adamw(inner)
     return optimizer
+
+
+def _build_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """Megatron's own, and a group for parameters of another precision, decayed like the rest.
+
+    Within a group Megatron puts float32 parameters first but counts them in the model's order, so one of two precisions
+    mistakes a parameter's state for another's when it is saved or loaded.
+    """
+    other = ParamPredicate("other_precision", lambda parameter: parameter.dtype is not config.params_dtype)
+    overrides: dict[ParamKey, ParamGroupOverride] = get_standard_config_overrides(config)
+    overrides[ParamKey(predicate=other)] = ParamGroupOverride(start_wd=config.weight_decay, end_wd=config.weight_decay)
+    return overrides
 
 
 def _prepare_adamw(inner: Any) -> None:
