@@ -42,7 +42,7 @@ def compute_distilled_advantages(
 
     Source:
         Lu et al. 2025, "On-policy distillation", thinkingmachines.ai/blog/on-policy-distillation (reverse KL as a
-        per-token reward); Agarwal et al. 2023 (GKD), arXiv:2306.13649, equation 3 with the reverse KL.
+        per-token reward); Agarwal et al. 2023 (GKD), arXiv:2306.13649, section 3 with the reverse KL.
     """
     check_same_shape(
         "compute_distilled_advantages",

@@ -161,8 +161,8 @@ def compute_off_policy_weights(
     Source:
         token_tis: Yao et al. 2025, fengyao.notion.site/off-policy-rl. sequence_tis, masks, veto: Liu et al. 2025,
         richardli.xyz/rl-collapse. icepop: Ling team 2025, arXiv:2510.18855, section on IcePop (M(k) = k within
-        [alpha, beta], else 0). decoupled: Hilton et al. 2021, arXiv:2110.00641, equation 3; capped as in Fu et al.
-        2025 (AReaL), arXiv:2505.24298, equation 5.
+        [alpha, beta], else 0). decoupled: Hilton et al. 2021, arXiv:2110.00641, the decoupled clipped
+        objective; for language models Fu et al. 2025 (AReaL), arXiv:2505.24298, section 5.2.
     """
     if correction != "none" and correction not in _LEVELS:
         raise ContractError(
@@ -255,7 +255,7 @@ def compute_staleness_weights(*, staleness: Tensor, power: float) -> Tensor:
         step may hold tokens of many ages. The power is an addition.
 
     Source:
-        Zhang et al. 2015, arXiv:1511.05950, equation 6.
+        Zhang et al. 2015, arXiv:1511.05950, the staleness-dependent learning rate.
     """
     if power < 0 or not staleness.is_floating_point():
         raise ContractError(
