@@ -79,7 +79,7 @@ def find_kept_set(masses: Tensor, totals: Tensor, *, top_k: int, top_p: float, g
     counts, sums = _reduce(torch.gt(masses, cut[:, None], out=is_over), masses, group)
     equals, _ = _reduce(torch.eq(masses, cut[:, None], out=is_over), masses, group)
     num_kept = torch.minimum(equals, max_count - counts)
-    num_kept = torch.minimum(num_kept, torch.floor((max_mass - sums) / cut.clamp(min=torch.finfo().tiny)) + 1)
+    num_kept = torch.minimum(num_kept, torch.floor((max_mass - sums) / cut) + 1)
     return KeptSet(cut, num_kept / equals.clamp(min=1), sums + num_kept * cut)
 
 

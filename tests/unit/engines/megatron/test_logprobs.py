@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlrecipes.engines.megatron import logprobs
+from rlrecipes.engines.megatron.kept_set import find_kept_set
 from rlrecipes.engines.megatron.logprobs import compute_logprobs
 
 VOCAB, PADDED, TOKENS = 37, 48, 23
@@ -136,6 +137,18 @@ def test_equals_at_the_cut_share_the_places_that_are_left() -> None:
         share = num_kept / 4 * e[1] / kept_mass
         wanted = [-e[0] / kept_mass, 1 - share, -share, -share, -share, 0.0]
         torch.testing.assert_close(grad[0], torch.tensor(wanted), atol=1e-6, rtol=1e-5)
+
+
+def test_a_kept_set_in_masses() -> None:
+    masses = torch.tensor([[1.0, 0.5, 0.5, 0.0], [1.0, 0.5, 0.25, 0.125]])
+    for options, cut, share, mass in (
+        ({"top_k": 2, "top_p": 1.0}, [0.5, 0.5], [0.5, 1.0], [1.5, 1.5]),
+        ({"top_k": -1, "top_p": 0.5}, [0.5, 1.0], [0.5, 1.0], [1.5, 1.0]),  # exactly half stands before a token: kept
+        ({"top_k": 9, "top_p": 1.0}, [0.0, 0.0], [1.0, 0.0], [2.0, 1.875]),  # all are kept; no token is without mass
+    ):
+        kept = find_kept_set(masses, masses.sum(1), **options, group=Alone())  # type: ignore
+        for found, wanted in zip((kept.cut, kept.share, kept.mass), (cut, share, mass), strict=True):
+            torch.testing.assert_close(found, torch.tensor(wanted))
 
 
 @pytest.mark.parametrize("value", [0.0, 50.0])
