@@ -71,9 +71,9 @@ def compute_loss_weights(
         arXiv:2510.13786, section 3.2. constant: Liu et al. 2025 (Dr.GRPO), arXiv:2503.20783, section 3.2, with the
         constant of its appendix's code.
     """
-    units = _units(mode, len(loss_masks), rollout_ids, prompt_ids)
+    rows = list(zip(loss_masks, _units(mode, rollout_ids, prompt_ids), strict=True))
     num_tokens: Counter[Hashable] = Counter()
-    for loss_mask, unit in zip(loss_masks, units, strict=True):
+    for loss_mask, unit in rows:
         num_tokens[unit] += int(loss_mask.sum())
     if mode == "constant":
         if divisor is None or not divisor > 0:
@@ -83,20 +83,20 @@ def compute_loss_weights(
         denominators = dict.fromkeys(num_tokens, len(num_tokens) * divisor)
     else:
         denominators = {unit: len(num_tokens) * max(num, 1) for unit, num in num_tokens.items()}
-    return [loss_mask.to(torch.float64) / denominators[unit] for loss_mask, unit in zip(loss_masks, units, strict=True)]
+    return [loss_mask.to(torch.float64) / denominators[unit] for loss_mask, unit in rows]
 
 
 def _units(
-    mode: Aggregation, num_samples: int, rollout_ids: Sequence[Hashable], prompt_ids: Sequence[Hashable] | None
+    mode: Aggregation, rollout_ids: Sequence[Hashable], prompt_ids: Sequence[Hashable] | None
 ) -> Sequence[Hashable]:
     """What each sample shares its denominator with."""
     match mode:
         case "per_sequence":
-            return range(num_samples)
+            return range(len(rollout_ids))
         case "per_rollout" | "constant":
             return rollout_ids
         case "per_token":
-            return ["train step"] * num_samples
+            return [mode] * len(rollout_ids)
         case "per_prompt" if prompt_ids is not None:
             return prompt_ids
     raise ContractError(

@@ -72,13 +72,12 @@ def compute_kl(
         Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html; k3 is equation 4 of Shao et al.
         2024, arXiv:2402.03300; weighted k3 equation 7 of DeepSeek-AI 2025 (V3.2), arXiv:2512.02556.
     """
-    ref_logprobs = ref_logprobs.detach()
-    old_logprobs = logprobs if old_logprobs is None else old_logprobs.detach()
-    check_same_shape("compute_kl", logprobs=logprobs, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs)
-    is_weighted = old_logprobs is not logprobs
-    difference, log_weight = logprobs - ref_logprobs, logprobs - old_logprobs
-    if estimator == "k3_clamped":
-        difference, log_weight = (x.clamp(-_EXPONENT, _EXPONENT) for x in (difference, log_weight))
+    given = {"logprobs": logprobs, "ref_logprobs": ref_logprobs.detach()}
+    if old_logprobs is not None:
+        given["old_logprobs"] = old_logprobs.detach()
+    check_same_shape("compute_kl", **given)
+    bound = _EXPONENT if estimator == "k3_clamped" else None
+    difference = _subtract(logprobs, given["ref_logprobs"], bound)
     match estimator:
         case "k1":
             kl = difference
@@ -87,17 +86,18 @@ def compute_kl(
         case "k3" | "k3_clamped":
             # expm1: exp(-d) - 1 + d loses every digit of a KL below 1e-8 in float32.
             kl = torch.expm1(-difference) + difference
-        case "k1_straight_through" if not is_weighted:
+        case "k1_straight_through" if old_logprobs is None:
             surrogate = difference.square() / 2
             kl = difference.detach() + (surrogate - surrogate.detach())
         case _:
             raise ContractError(
                 "algos.compute_kl.estimator",
-                f"unknown estimator {estimator!r}, weighted: {is_weighted}",
+                f"unknown estimator {estimator!r}, weighted: {old_logprobs is not None}",
                 "use k1, k2, k3 or k3_clamped, or k1_straight_through without old_logprobs",
             )
-    weighted = log_weight.exp() * kl if is_weighted else kl
-    return weighted.clamp(max=_CLAMP) if estimator == "k3_clamped" else weighted
+    if old_logprobs is not None:
+        kl = _subtract(logprobs, given["old_logprobs"], bound).exp() * kl
+    return kl.clamp(max=_CLAMP) if estimator == "k3_clamped" else kl
 
 
 def compute_kl_loss(
@@ -169,3 +169,8 @@ def compute_kl_penalized_rewards(
         check_same_shape("compute_kl_penalized_rewards", token_kls=token_kl, loss_masks=loss_mask)
         penalties[rollout] += token_kl.detach()[loss_mask].double().sum()
     return (rewards.detach().double() - kl_coef * penalties).to(rewards.dtype)
+
+
+def _subtract(logprobs: Tensor, others: Tensor, bound: float | None) -> Tensor:
+    difference = logprobs - others
+    return difference if bound is None else difference.clamp(-bound, bound)

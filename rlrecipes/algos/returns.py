@@ -254,7 +254,7 @@ def _pack(function: str, name: str, tensors: Sequence[Tensor], loss_masks: Seque
         check_same_shape(function, **{name: tensor, "loss_masks": loss_mask})
         trained.append(tensor.detach()[loss_mask].double())
     lengths = torch.tensor([len(entries) for entries in trained], dtype=torch.int64)
-    return torch.cat(trained) if trained else torch.zeros(0, dtype=torch.float64), lengths
+    return torch.cat([*trained, torch.zeros(0)]), lengths
 
 
 def _unpack(packed: Tensor, tensors: Sequence[Tensor], loss_masks: Sequence[Tensor]) -> list[Tensor]:
@@ -272,7 +272,8 @@ def _unpack(packed: Tensor, tensors: Sequence[Tensor], loss_masks: Sequence[Tens
 
 def _next_step(packed: Tensor, lengths: Tensor) -> Tensor:
     """The entry after each one in its own sequence, 0 after the last."""
-    following = torch.cat([packed[1:], packed.new_zeros(1)])[: len(packed)]
+    following = torch.zeros_like(packed)
+    following[:-1] = packed[1:]
     following[lengths.cumsum(0)[lengths > 0] - 1] = 0.0
     return following
 
@@ -283,7 +284,7 @@ def _sum_discounted(packed: Tensor, lengths: Tensor, factor: float) -> Tensor:
     A sequence is cut into blocks. Inside a block, a triangular matrix of powers does the sum; what later blocks add is
     the same recurrence over blocks with ``factor ** _BLOCK``, so it is solved by this function: log(length) levels.
     """
-    num_blocks = (lengths + _BLOCK - 1) // _BLOCK
+    num_blocks = -(-lengths // _BLOCK)
     first_blocks, first_steps = num_blocks.cumsum(0) - num_blocks, lengths.cumsum(0) - lengths
     shifts = torch.repeat_interleave(first_blocks * _BLOCK - first_steps, lengths)
     slots = torch.arange(len(packed)) + shifts

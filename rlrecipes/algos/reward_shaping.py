@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from rlrecipes.algos.shapes import check_same_shape
 from rlrecipes.errors import ContractError
 
 
@@ -70,10 +68,9 @@ def compute_filtered_loss_masks(*, loss_masks: Sequence[Tensor], is_rejected: Te
         S tensors [L_i], bool; none shares memory with its input.
 
     Raises:
-        ContractError: there is not one entry a sample.
+        ValueError: there is not one entry a sample.
 
     Source:
         Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.4, "Overlong Filtering".
     """
-    check_same_shape("compute_filtered_loss_masks", is_rejected=is_rejected, loss_masks=torch.empty(len(loss_masks)))
     return [loss_mask & ~rejected for loss_mask, rejected in zip(loss_masks, is_rejected, strict=True)]

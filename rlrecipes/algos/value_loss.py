@@ -127,7 +127,7 @@ def compute_explained_variance(
     for value, target, loss_mask in zip(values, returns, loss_masks, strict=True):
         check_same_shape("compute_explained_variance", values=value, returns=target, loss_masks=loss_mask)
         rows.append(torch.stack([target.detach()[loss_mask].double(), value.detach()[loss_mask].double()]))
-    targets, predicted = torch.cat(rows, dim=1) if rows else torch.zeros(2, 0, dtype=torch.float64)
+    targets, predicted = torch.cat([*rows, torch.zeros(2, 0)], dim=1)
     if targets.numel() == 0 or bool(targets.min() == targets.max()):
         return 0.0
     unexplained, spread = ((x - x.mean()).square().sum() for x in (targets - predicted, targets))

@@ -78,7 +78,7 @@ def test_rejected_rows_are_not_in_the_baseline(poison):
     plain = compute_group_advantages(rewards=rewards, normalize_std=False, **options)
     assert plain.tolist() == [0.5, -0.5, 0.0, 0.0]
     raw = compute_group_advantages(rewards=rewards, normalize_std=False, baseline="none", **options)
-    assert raw.tolist() == [1.0, 0.0, 0.0, 2.0]
+    assert raw.tolist() == [1.0, 0.0, 0.0, 2.0] and raw.dtype == rewards.dtype
     assert compute_zero_variance(rewards=rewards, **options).tolist() == [False, True]
 
 

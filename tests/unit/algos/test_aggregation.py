@@ -122,5 +122,13 @@ def test_unknown_mode_and_missing_ids_are_refused():
         compute_loss_weights(mode="per_group", loss_masks=masks, rollout_ids=[0])
     with pytest.raises(ContractError, match="prompt_ids are missing"):
         compute_loss_weights(mode="per_prompt", loss_masks=masks, rollout_ids=[0])
-    with pytest.raises(ValueError, match="zip"):
-        compute_loss_weights(mode="per_rollout", loss_masks=masks, rollout_ids=[])
+    for mode in MODES:
+        with pytest.raises(ValueError, match="zip"):
+            compute_loss_weights(mode=mode, loss_masks=masks, rollout_ids=[], prompt_ids=[], divisor=1.0)
+
+
+def test_a_divisor_may_be_a_fraction():
+    (weights,) = compute_loss_weights(
+        mode="constant", loss_masks=[torch.ones(1, dtype=torch.bool)], rollout_ids=[0], divisor=0.5
+    )
+    assert weights.tolist() == [2.0]

@@ -173,6 +173,28 @@ def test_penalty_sums_trained_tokens_over_all_samples_of_a_rollout():
     torch.testing.assert_close(got, torch.tensor([0.9, -0.1]))
 
 
+def test_penalties_are_summed_in_float64():
+    got = compute_kl_penalized_rewards(
+        rewards=torch.zeros(1),
+        token_kls=[torch.tensor([2.0**24]), torch.tensor([1.0]), torch.tensor([-(2.0**24)])],
+        loss_masks=[torch.ones(1, dtype=torch.bool)] * 3,
+        rollout_indices=[0, 0, 0],
+        kl_coef=1.0,
+    )
+    assert got.tolist() == [-1.0]
+
+
+def test_penalty_needs_an_index_for_every_sample():
+    with pytest.raises(ValueError, match="zip"):
+        compute_kl_penalized_rewards(
+            rewards=torch.zeros(1),
+            token_kls=[torch.zeros(1)],
+            loss_masks=[torch.ones(1) > 0],
+            rollout_indices=[],
+            kl_coef=1,
+        )
+
+
 def test_penalty_refuses_a_mask_of_another_length():
     with pytest.raises(ContractError, match="shapes differ"):
         compute_kl_penalized_rewards(

@@ -236,6 +236,22 @@ def test_dtypes_stay_and_no_gradient_passes():
     assert rows[3].dtype == torch.float32
 
 
+def test_blocks_join_beside_samples_without_a_trained_token():
+    masks = [torch.zeros(3, dtype=torch.bool), torch.ones(65, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)]
+    rewards = [torch.ones(len(mask), dtype=torch.float64) for mask in masks]
+    got = compute_discounted_returns(token_rewards=rewards, loss_masks=masks, gamma=1.0)
+    assert [row.tolist() for row in got] == [[0.0] * 3, [65.0 - place for place in range(65)], [0.0] * 3]
+
+
+def test_a_kl_of_another_dtype_changes_no_dtype_and_costs_nothing_without_a_coefficient():
+    options = {"loss_masks": [torch.ones(1, dtype=torch.bool)], "token_kls": [torch.ones(1, dtype=torch.float64)]}
+    for got in (
+        compute_token_rewards(rewards=torch.ones(1), **options),
+        compute_token_advantages(advantages=torch.ones(1), **options),
+    ):
+        assert got[0].dtype == torch.float32 and got[0].tolist() == [1.0]
+
+
 def test_wrong_shapes_factors_and_rewards_are_refused():
     mask, row = [torch.ones(2, dtype=torch.bool)], [torch.ones(2)]
     with pytest.raises(ContractError, match=r"values=\[3\], loss_masks=\[2\]"):
@@ -255,3 +271,7 @@ def test_wrong_shapes_factors_and_rewards_are_refused():
         compute_whitened_advantages(advantages=row, loss_masks=[])
     with pytest.raises(ValueError, match="zip"):
         compute_token_rewards(rewards=torch.ones(2), loss_masks=mask)
+    with pytest.raises(ValueError, match="zip"):
+        compute_token_advantages(advantages=torch.ones(2), loss_masks=mask)
+    with pytest.raises(ValueError, match="zip"):
+        compute_gae(token_rewards=row, values=[], loss_masks=mask, gamma=1.0, gae_lambda=1.0)

@@ -46,7 +46,7 @@ def test_filtering_takes_samples_out_of_the_loss_and_leaves_its_input():
 
 
 def test_filtering_needs_one_entry_a_sample():
-    with pytest.raises(ContractError, match=r"is_rejected=\[1\], loss_masks=\[2\]"):
+    with pytest.raises(ValueError, match="zip"):
         compute_filtered_loss_masks(loss_masks=[torch.ones(1) > 0] * 2, is_rejected=torch.tensor([True]))
 
 

@@ -60,12 +60,15 @@ def test_masked_slots_reach_neither_value_nor_gradient(poison, value_clip):
         loss, metrics = compute_value_objective(batch, values, value_clip=value_clip)
         loss.sum().backward()
         assert not any(metric.requires_grad for metric in metrics.values())
+        names = ["value_loss", "value_clip_fraction", "value_mean", "return_mean"]
+        assert list(metrics) == names
         return [loss.tolist(), values.grad.tolist(), *(metric.tolist() for metric in metrics.values())]
 
     clean = run(0.0)
+    assert isinstance(clean[3][0], float)
     assert run(poison) == clean
     assert clean[0][0] == pytest.approx(0.01 if value_clip is None else 0.09, rel=1e-5)
-    assert clean[1][1] == 0.0
+    assert all(row[1] == 0.0 for row in clean)
     assert [row[0] for row in clean[3:]] == pytest.approx([float(value_clip is not None), 0.9, 1.0])
 
 
@@ -93,6 +96,12 @@ def test_explained_variance_of_a_perfect_a_constant_and_a_contrary_critic():
     assert explained([7.0, 7.0, 7.0, 7.0], [1.0, 2.0, 3.0, 4.0]) == 0.0
     assert explained([-1.0, -2.0, -3.0, -4.0], [1.0, 2.0, 3.0, 4.0]) == -3.0
     assert explained([0.5, 1.0, 1.5, 2.0], [1.0, 2.0, 3.0, 4.0]) == 0.75
+
+
+def test_explained_variance_needs_a_row_of_each_for_every_sample():
+    row = [torch.zeros(1)]
+    with pytest.raises(ValueError, match="zip"):
+        compute_explained_variance(values=row, returns=row, loss_masks=[])
 
 
 def test_explained_variance_without_spread_or_tokens_is_zero():
