@@ -103,6 +103,7 @@ def build_trainer_node(num_threads: int) -> TrainerNode:
         temperature=1.0,
         num_train_steps_total=1000,
         optim=optim,
+        teacher_path=None,
         critic=None,
         megatron={},
         devices=(DeviceNode(node=0, gpu=None),),

@@ -104,6 +104,8 @@ class TrainerNode(Section):
     num_train_steps_total: int
     """Length of the policy's learning-rate schedule."""
     optim: OptimConfig
+    teacher_path: str | None
+    """HF directory of the weights that the policy is distilled from; null: none."""
     critic: CriticNode | None
     """Built, trained and saved beside the policy; None: there is none."""
     megatron: NativeOptions

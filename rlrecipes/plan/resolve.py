@@ -125,8 +125,8 @@ def _batch(config: RunConfig) -> BatchNode:
 
 def _trainer(config: RunConfig, placement: Placement) -> TrainerNode:
     parallel, schedule = config.parallel, config.schedule
-    is_rl = isinstance(config.algo, RlConfig)
-    critic = config.algo.critic if isinstance(config.algo, RlConfig) else None
+    algo = config.algo if isinstance(config.algo, RlConfig) else None
+    critic = algo.critic if algo is not None else None
     num_policy_steps = schedule.num_steps - (critic.num_warmup_steps if critic else 0)
     return TrainerNode(
         device=config.topology.device,
@@ -137,13 +137,14 @@ def _trainer(config: RunConfig, placement: Placement) -> TrainerNode:
         max_tokens_per_micro_batch=parallel.max_tokens_per_micro_batch,
         num_threads=parallel.num_threads,
         is_deterministic=config.deterministic,
-        needs_reference=isinstance(config.algo, RlConfig) and config.algo.kl.placement != "none",
+        needs_reference=algo is not None and algo.kl.placement != "none",
         seed=config.seed,
-        temperature=config.rollout.sampling.temperature if is_rl else 1.0,
-        top_p=config.rollout.sampling.top_p if is_rl else 1.0,
-        top_k=config.rollout.sampling.top_k if is_rl else -1,
+        temperature=config.rollout.sampling.temperature if algo is not None else 1.0,
+        top_p=config.rollout.sampling.top_p if algo is not None else 1.0,
+        top_k=config.rollout.sampling.top_k if algo is not None else -1,
         num_train_steps_total=num_policy_steps * schedule.num_train_steps,
         optim=config.optim,
+        teacher_path=algo.distillation.teacher_path if algo is not None and algo.distillation else None,
         critic=_critic(critic, schedule) if critic else None,
         megatron=parallel.megatron,
         devices=placement.trainer,

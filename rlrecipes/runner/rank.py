@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlrecipes.plan.nodes import Plan
 
@@ -75,11 +75,11 @@ class RankWorker:
         """Write an HF directory; tokenizer and configuration come from ``source``."""
         self.trainer.export_hf(Path(path), Path(source))
 
-    def compute_logprobs(self, micro_batches: Sequence[MicroBatch], which: str) -> list[np.ndarray]:
+    def compute_logprobs(
+        self, micro_batches: Sequence[MicroBatch], which: Literal["policy", "reference", "teacher"]
+    ) -> list[np.ndarray]:
         """Logprobs of this data-parallel rank's micro-batches; empty on ranks that hold no output."""
-        return self.trainer.compute_logprobs(
-            list(micro_batches), which="reference" if which == "reference" else "policy"
-        )
+        return self.trainer.compute_logprobs(list(micro_batches), which=which)
 
     def train_step(
         self,

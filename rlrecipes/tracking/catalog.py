@@ -213,12 +213,33 @@ OFF_POLICY = (
         "trained tokens that off-policy sequence masking left out",
         "rising within a step: the policy moves far from what drew the tokens",
     ),
+)
+
+CRITIC = (
+    Metric("critic/loss", "reward^2", "the loss the critic's optimizer saw", "falling means it learns", "lower"),
+    Metric("critic/value_loss", "reward^2", "squared error of the critic, clipped", "as critic/loss", "lower"),
+    Metric("critic/value_clip_fraction", "fraction", "values whose move was clipped", "above 0.2: steps are too large"),
+    Metric("critic/value_mean", "reward", "mean value over trained tokens", "should follow critic/return_mean"),
+    Metric("critic/return_mean", "reward", "mean target over trained tokens", "follows reward/mean"),
     Metric(
-        "train/teacher_topk_kl",
-        "nats",
-        "KL from policy to teacher over the teacher's likeliest tokens and the rest",
-        "falling: the student nears the teacher",
-        "lower",
+        "critic/explained_variance",
+        "fraction",
+        "share of the returns' spread that the critic foresaw",
+        "near 1 is good; 0 is as good as a constant, below 0 worse",
+        "higher",
+    ),
+    Metric("critic/grad_norm", "1", "its gradient norm before clipping", "spikes: lower algo.critic.optim.lr"),
+    Metric("critic/lr", "1", "its learning rate", "follows its own schedule"),
+    Metric("critic/num_tokens", "tokens", "trained tokens of its last train step", "as the policy's"),
+)
+
+OVERLONG = (
+    Metric("overlong/penalty_mean", "reward", "mean of what length took from the reward", "near 0: answers are short"),
+    Metric(
+        "overlong/filtered_fraction",
+        "fraction",
+        "rollouts left out because they were cut",
+        "high: raise max_new_tokens",
     ),
 )
 
@@ -266,6 +287,8 @@ CATALOG: dict[str, tuple[Metric, ...]] = {
     "Staleness": STALENESS,
     "Training": TRAIN,
     "Off-policy and distillation": OFF_POLICY,
+    "Critic": CRITIC,
+    "Long responses": OVERLONG,
     "Supervised fine-tuning": SFT,
     "Weight sync": WEIGHT_SYNC,
     "Loop": LOOP,

@@ -32,6 +32,16 @@ TINY = [
     "model.shapes.kv_channels=8",
     "data.max_train_rows=32",
 ]
+PPO = [
+    "algo=ppo",
+    "algo.group_size=2",
+    "algo.distillation={teacher_path: runs/quickstart_grpo/hf, coef: 0.1, is_alone: false}",
+    "algo.overlong={buffer_tokens: 4, penalty_coef: 0.5, should_filter: true}",
+    "algo.off_policy.correction=token_tis",
+    "algo.off_policy.opsm_delta=0.5",
+    "schedule.num_train_steps=2",
+]
+"""Everything that adds metrics of its own, at once."""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +50,7 @@ def stages(tmp_path_factory):
     shell.run("train", "recipe=quickstart_sft", "schedule.num_steps=3", *SMALL, *TINY)
     kl = ["algo.kl.placement=reward", "algo.kl.coef=0.01", "algo.kl.estimator=k1"]
     shell.run("train", "recipe=quickstart", "schedule.num_steps=2", *kl, *SMALL)
+    shell.run("train", "recipe=quickstart", "schedule.num_steps=2", *PPO, *SMALL)
     yield shell
     shell.close()
 
@@ -58,7 +69,8 @@ def test_sft_learns_and_measures(stages):
 
 
 def test_every_metric_of_the_catalogue_is_logged_by_some_run(stages):
-    logged = {name for run in ("quickstart_sft", "quickstart_grpo") for _, m in raw_metrics(stages, run) for name in m}
+    runs = ("quickstart_sft", "quickstart_grpo", "quickstart_ppo")
+    logged = {name for run in runs for _, m in raw_metrics(stages, run) for name in m}
     found = {metric.name for name in logged if (metric := find_metric(name))}
     assert {metric.name for metric in iterate_metrics()} - found == set()
 

@@ -31,7 +31,8 @@ class Inputs:
     """One micro-batch as the model takes it.
 
     Attributes:
-        batch: the arrays of the MicroBatch as tensors under their names; an array that is None is absent.
+        batch: the arrays of the MicroBatch as tensors under their names (an array that is None is absent), and
+            ``sample_index``, [T] int64: which packed sample each position belongs to.
         packed: where each sample starts, in Megatron's words; padding is a sample too.
         positions: those whose logits are computed, [N]; None for all.
     """
@@ -51,7 +52,9 @@ def build_inputs(micro_batch: MicroBatch, *, device: str, is_sequence_parallel: 
     del arrays["sample_indices"]
     # Copied: arrays that came through Ray are read-only, which torch has no notion of.
     batch = {name: torch.tensor(array, device=device) for name, array in arrays.items() if array is not None}
-    starts, longest = batch["cu_seqlens"], int(np.diff(micro_batch.cu_seqlens).max())
+    lengths = np.diff(micro_batch.cu_seqlens)
+    starts, longest = batch["cu_seqlens"], int(lengths.max())
+    batch["sample_index"] = torch.tensor(np.repeat(np.arange(len(lengths)), lengths), device=device)
     packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest)
     positions = batch["loss_mask"].nonzero().squeeze(1)
     if not len(positions):  # nothing but padding: keep one, so that every gradient exists

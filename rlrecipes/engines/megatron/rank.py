@@ -71,7 +71,8 @@ class TrainerRank:
         self._reader = LogprobReader(
             trainer.temperature, model.shapes.vocab_size, group, top_p=trainer.top_p, top_k=trainer.top_k
         )
-        self._reference: dict[str, Tensor] = {}
+        self._frozen: dict[str, dict[str, Tensor]] = {}
+        """Weights beside the policy's, by parameter name: the reference's, the teacher's."""
 
     # ---- set-up
 
@@ -139,17 +140,22 @@ class TrainerRank:
     def load_hf(self, path: str | Path) -> None:
         """Take the weights of an HF directory, as policy, as reference, and as layers of a critic without a path.
 
+        A teacher's come from its own directory.
+
         Raises:
             DataError: a tensor is missing or has another shape.
         """
+        if self._trainer.teacher_path is not None:
+            self._policy.load_hf(Path(self._trainer.teacher_path))
+            self._keep("teacher")
         self._policy.load_hf(Path(path))
         if self._critic is not None and self._trainer.critic is not None:
             self._critic.load_hf(Path(self._trainer.critic.path or path))
         if self._trainer.needs_reference:
-            self._keep_reference()
+            self._keep("reference")
 
-    def _keep_reference(self) -> None:
-        self._reference = {name: p.detach().cpu().clone() for name, p in self._policy.gpt.named_parameters()}
+    def _keep(self, which: str) -> None:
+        self._frozen[which] = {name: p.detach().cpu().clone() for name, p in self._policy.gpt.named_parameters()}
 
     def iter_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Whole HF tensors this pipeline stage owns, each once; see ``WeightMap.iter_hf_tensors``.
@@ -172,12 +178,12 @@ class TrainerRank:
         run_export_hf(tensors, Path(path), Path(source_dir), self.is_weight_source)
 
     @contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        """Show the reference's weights to the model; the policy's stay where they are."""
+    def _frozen_weights(self, which: str) -> Iterator[None]:
+        """Show other weights to the model; the policy's stay where they are."""
         policy = {name: p.data for name, p in self._policy.gpt.named_parameters()}
         try:
             for name, parameter in self._policy.gpt.named_parameters():
-                parameter.data = self._reference[name].to(parameter.device)
+                parameter.data = self._frozen[which][name].to(parameter.device)
             yield
         finally:
             for name, parameter in self._policy.gpt.named_parameters():
@@ -186,27 +192,26 @@ class TrainerRank:
     # ---- compute
 
     def compute_logprobs(
-        self, micro_batches: Sequence[MicroBatch], *, which: Literal["policy", "reference"]
+        self, micro_batches: Sequence[MicroBatch], *, which: Literal["policy", "reference", "teacher"]
     ) -> list[np.ndarray]:
         """Log-probability of every trained target token at ``trainer.temperature``.
 
         Args:
             micro_batches: of this data-parallel rank; as many on every rank.
-            which: the weights as they are, or as :meth:`load_hf` left them.
+            which: the weights as they are, as :meth:`load_hf` left them, or the teacher's.
 
         Returns:
             [T] float32 nats per micro-batch, aligned to ``target_ids``, 0 where ``loss_mask`` is False, on TP rank 0 of
             the last stage; [] elsewhere.
 
         Raises:
-            TrainerError: the reference is asked for and was not kept.
+            TrainerError: weights are asked for that were not kept.
         """
-        if which == "reference":
-            if not self._reference:
-                raise TrainerError(
-                    "trainer.compute_logprobs", "no reference is kept", "set needs_reference and load weights first"
-                )
-            with self._reference_weights():
+        if which != "policy":
+            if which not in self._frozen:
+                fix = "set needs_reference or teacher_path, and load weights first"
+                raise TrainerError("trainer.compute_logprobs", f"no {which} is kept", fix)
+            with self._frozen_weights(which):
                 return self._compute_policy_logprobs(micro_batches)
         return self._compute_policy_logprobs(micro_batches)
 
@@ -299,7 +304,7 @@ class TrainerRank:
         Raises:
             CheckpointError: it cannot be written; on every rank.
         """
-        run_save_checkpoint(self._policy, self._critic, self._reference, Path(directory))
+        run_save_checkpoint(self._policy, self._critic, self._frozen.get("reference", {}), Path(directory))
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Continue from :meth:`save_checkpoint`, at any layout; nothing need be loaded before.
@@ -310,9 +315,9 @@ class TrainerRank:
             CheckpointError: it is missing, broken, of another model, or only one of checkpoint and recipe has a critic;
                 on every rank.
         """
-        if self._trainer.needs_reference and not self._reference:
-            self._keep_reference()
-        run_load_checkpoint(self._policy, self._critic, self._reference, Path(directory))
+        if self._trainer.needs_reference and "reference" not in self._frozen:
+            self._keep("reference")
+        run_load_checkpoint(self._policy, self._critic, self._frozen.get("reference", {}), Path(directory))
 
     def close(self) -> None:
         """Leave the process group; the rank is of no use afterwards."""

@@ -93,6 +93,7 @@ def build_trainer_node(layout: Layout, *, needs_reference: bool = False, **chang
         "temperature": 0.7,
         "num_train_steps_total": 10,
         "optim": OptimConfig(**optim),
+        "teacher_path": None,
         "critic": None,
         "megatron": {},
         "devices": (DeviceNode(node=0, gpu=None),) * layout.num_ranks,
