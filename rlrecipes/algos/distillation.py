@@ -51,7 +51,7 @@ def compute_distilled_advantages(
         teacher_logprobs=teacher_logprobs,
         loss_mask=loss_mask,
     )
-    distances = (old_logprobs.detach().double() - teacher_logprobs.detach().double())[loss_mask]
+    distances = (old_logprobs.detach() - teacher_logprobs.detach())[loss_mask]
     if not bool(distances.isfinite().all()):
         raise ContractError(
             "algos.compute_distilled_advantages",
@@ -59,7 +59,7 @@ def compute_distilled_advantages(
             "give the teacher the sampled token ids, and no top_p or top_k below which its probability is 0",
         )
     distilled = advantages.detach().clone()
-    distilled[loss_mask] = (distilled[loss_mask].double() - distillation_coef * distances).to(distilled.dtype)
+    distilled[loss_mask] -= (distillation_coef * distances).to(distilled.dtype)
     return distilled
 
 

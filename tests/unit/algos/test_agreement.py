@@ -44,7 +44,7 @@ def test_counts_of_any_split_add_up_exactly_and_hold_no_masked_token(values, dat
     poisoned = [number if is_trained else math.nan for number, is_trained in values]
     parts = count(poisoned[:cut], mask[:cut]) + count(poisoned[cut:], mask[cut:])
     assert torch.equal(parts, count(numbers, mask))
-    assert parts.sum() == sum(mask)
+    assert parts.sum() == sum(mask) and len(parts) == NUM_BINS == 512
 
 
 def test_nothing_counted_is_a_ratio_of_one():
