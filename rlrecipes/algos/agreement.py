@@ -35,7 +35,7 @@ def compute_log_ratio_counts(*, log_ratios: Tensor, loss_mask: Tensor) -> Tensor
         loss_mask: [T] bool, True where trained.
 
     Returns:
-        [512] float64, whole numbers that sum to the trained tokens.
+        [512] float64, whole numbers that sum to the trained tokens; no gradient.
 
     Raises:
         ContractError: shapes differ.
@@ -44,7 +44,7 @@ def compute_log_ratio_counts(*, log_ratios: Tensor, loss_mask: Tensor) -> Tensor
         None: a histogram.
     """
     check_same_shape("compute_log_ratio_counts", log_ratios=log_ratios, loss_mask=loss_mask)
-    chosen = torch.where(loss_mask, log_ratios.detach(), 0.0)
+    chosen = torch.where(loss_mask, log_ratios, 0.0)
     places = (torch.asinh(chosen / _SCALE) / _REACH + 1) / 2 * NUM_BINS
     bins = places.long().clamp(0, NUM_BINS - 1)
     return torch.zeros(NUM_BINS, dtype=torch.float64, device=chosen.device).index_add(0, bins, loss_mask.double())
@@ -58,7 +58,7 @@ def compute_ratio_quantiles(*, counts: Tensor, levels: Sequence[float]) -> list[
         quantile(level) = exp(middle of the first bin at which the share of tokens up to it reaches level)
 
     Args:
-        counts: [512], sums of ``compute_log_ratio_counts``.
+        counts: [512] float64, sums of ``compute_log_ratio_counts``.
         levels: in (0, 1].
 
     Returns:
@@ -70,9 +70,9 @@ def compute_ratio_quantiles(*, counts: Tensor, levels: Sequence[float]) -> list[
     total = float(counts.sum())
     if not total:
         return [1.0] * len(levels)
-    cumulated = counts.double().cumsum(0)
+    cumulated = counts.cumsum(0)
     places = torch.searchsorted(cumulated, torch.tensor([level * total for level in levels], dtype=torch.float64))
-    middles = ((places.clamp(max=NUM_BINS - 1) + 0.5) / NUM_BINS * 2 - 1) * _REACH
+    middles = ((places + 0.5) / NUM_BINS * 2 - 1) * _REACH
     found: list[float] = (torch.sinh(middles) * _SCALE).exp().tolist()
     return found
 

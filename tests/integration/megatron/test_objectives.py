@@ -100,12 +100,6 @@ def with_weights(samples: list[Sample], mode: Any) -> list[Sample]:
     ]
 
 
-def with_sample_index(objective: Any, batch: Any, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Any:
-    lengths = batch["cu_seqlens"].diff()
-    index = torch.arange(len(lengths)).repeat_interleave(lengths)
-    return objective({"sample_index": index, **batch}, logprobs, entropy)
-
-
 def take_steps(
     rank: int, port: int, layout: Layout, trainer: TrainerNode, node: ModelNode, path: Path
 ) -> dict[str, Any]:
@@ -120,7 +114,7 @@ def take_steps(
             samples = with_weights(make_samples(), mode)
             grid = build_grid(samples, num_ranks=layout.dp, max_tokens=96, pad_to_multiple=layout.tp)
             row = grid[rank // layout.tp % layout.dp]
-            found[f"{name} {mode}"] = trainer_rank.train_step(row, partial(with_sample_index, objective))
+            found[f"{name} {mode}"] = trainer_rank.train_step(row, objective)
     trainer_rank.close()
     return found
 

@@ -98,7 +98,7 @@ def test_shapes_that_would_broadcast_are_refused(compute):
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_policy_far_away_has_a_finite_loss_and_gradient(compute, distance, advantage):
     logprobs = torch.tensor([-1.0], requires_grad=True)
-    loss, _, _ = compute(
+    loss, _, ratio = compute(
         logprobs=logprobs,
         old_logprobs=torch.tensor([-1.0 - distance]),
         advantages=torch.tensor([advantage]),
@@ -107,6 +107,7 @@ def test_a_policy_far_away_has_a_finite_loss_and_gradient(compute, distance, adv
     )
     loss.sum().backward()
     assert loss.isfinite().all() and logprobs.grad.isfinite().all()
+    assert ratio.item() == pytest.approx(math.exp(math.copysign(20, distance)))
 
 
 @settings(max_examples=100, deadline=None)
