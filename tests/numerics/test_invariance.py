@@ -193,7 +193,7 @@ def slow_weight(name, sample, place, trained, logprobs):
         gap = sum(gaps.values()) / len(gaps)
     ratio = math.exp(min(max(gap, -20.0), 20.0))
     if name == "opsm":
-        moved = sum(float(sample.old_logprobs[t]) - float(logprobs[t]) for t in trained) / len(trained)
+        moved = sum(float(sample.old_logprobs[t]) - logprobs[t].item() for t in trained) / len(trained)
         return 0.0 if sample.advantages[place] < 0 and moved > 0.05 else 1.0
     if name == "staleness":
         return 1 / max(age_of(sample), 1)
@@ -237,8 +237,8 @@ def slow_losses(name, parameters, sample):
         elif name == "custom":
             losses.append(0.5 * advantage * logprob**2)
         elif name == "value":
-            near = min(max(float(logprob), old - 0.2), old + 0.2)
-            clipped = logprob if near == float(logprob) else torch.tensor(near, dtype=torch.float64)
+            near = min(max(logprob.item(), old - 0.2), old + 0.2)
+            clipped = logprob if near == logprob.item() else torch.tensor(near, dtype=torch.float64)
             losses.append(torch.maximum((logprob - advantage) ** 2, (clipped - advantage) ** 2))
         else:
             loss = slow_weight(name, sample, t, trained, logprobs) * slow_policy_loss(
