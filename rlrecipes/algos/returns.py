@@ -261,6 +261,7 @@ def _unpack(packed: Tensor, tensors: Sequence[Tensor], loss_masks: Sequence[Tens
     """The inverse of ``_pack``: shapes and dtypes of ``tensors``, 0 where nothing is trained."""
     unpacked = []
     start = 0
+    # ``_pack`` has checked the lengths: strict only says so.
     for tensor, loss_mask in zip(tensors, loss_masks, strict=True):
         filled = torch.zeros_like(tensor)
         end = start + int(loss_mask.sum())

@@ -121,6 +121,12 @@ def test_the_clamp_holds_value_and_gradient_finite(ref_logprob, old_logprob):
     assert math.isfinite(float(logprobs.grad))
 
 
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", 50.0), ("k2", 1250.0), ("k1_straight_through", 50.0)])
+def test_only_the_clamped_estimator_bounds_differences(estimator, expected):
+    pair = {"logprobs": torch.tensor([-1.0]), "ref_logprobs": torch.tensor([-51.0])}
+    assert compute_kl(**pair, estimator=estimator).tolist() == [expected]
+
+
 def test_gradients_reach_the_current_policy_alone():
     leaves = [torch.tensor([value], requires_grad=True) for value in (-1.0, -1.5, -1.2)]
     compute_kl(logprobs=leaves[0], ref_logprobs=leaves[1], estimator="k3", old_logprobs=leaves[2]).sum().backward()

@@ -37,7 +37,7 @@ def test_value_and_gradient_equal_a_loop(tokens, value_clip):
     slow = [slow_token(*token, value_clip) for token in tokens]
     torch.testing.assert_close(loss, torch.tensor([value for value, _, _ in slow], dtype=torch.float64))
     torch.testing.assert_close(values.grad, torch.tensor([gradient for _, gradient, _ in slow], dtype=torch.float64))
-    assert is_clipped.tolist() == [is_bound for _, _, is_bound in slow]
+    assert is_clipped.tolist() == [is_bound for _, _, is_bound in slow] and is_clipped.dtype == torch.bool
 
 
 def test_gradients_reach_values_alone():
