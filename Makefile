@@ -28,6 +28,9 @@ test: check $(STAMP) $(SGLANG_STAMP) ## static checks and all CPU tests (under 1
 test-full: check $(STAMP) $(SGLANG_STAMP) ## the same and the slow ones
 	$(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not gpu"
 
+test-gpu: $(STAMP) ## what needs a GPU
+	$(BIN)/pytest -m gpu tests/gpu
+
 check: $(STAMP) ## lint, types, import rules, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -79,4 +82,4 @@ $(TRL_STAMP): requirements/trl.txt $(STAMP)
 	$(UV) pip install -q --python $(TRL)/bin/python --no-deps --require-hashes -r requirements/trl.txt
 	@touch $@
 
-.PHONY: help quickstart test test-full check fmt setup sglang trl docs inventory lock
+.PHONY: help quickstart test test-full test-gpu check fmt setup sglang trl docs inventory lock

@@ -105,7 +105,7 @@ def _prepare_adamw(inner: Any) -> None:
     """Create the state now, so that a checkpoint before the first step has some, and use the fused kernel."""
     inner.init_state_fn(inner.optimizer, inner.config)
     for state in inner.optimizer.state.values():
-        state["step"] = torch.zeros(())
+        state["step"] = torch.zeros((), device=state["exp_avg"].device)  # where the fused kernel wants it
     for group in inner.optimizer.param_groups:
         group["fused"] = True
 
