@@ -116,9 +116,9 @@ def compute_off_policy_weights(
     loss_mask: Tensor,
     sample_index: Tensor | None,
     correction: Correction,
-    low: float = 0.0,
-    high: float = 2.0,
-    veto: float | None = None,
+    low: float,
+    high: float,
+    veto: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weigh each token by how much likelier the trainer was to draw it than the engine that did.
 
@@ -226,9 +226,7 @@ def compute_opsm_mask(
         DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, "Off-Policy Sequence Masking".
     """
     check_same_shape("compute_opsm_mask", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    kl = compute_sample_means(
-        values=old_logprobs.detach() - logprobs.detach(), loss_mask=loss_mask, sample_index=sample_index
-    )
+    kl = compute_sample_means(values=old_logprobs - logprobs, loss_mask=loss_mask, sample_index=sample_index)
     return ~(loss_mask & (advantages < 0) & (kl > delta))
 
 

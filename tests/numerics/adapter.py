@@ -210,12 +210,17 @@ def sft_objective(batch, logprobs):
     )
 
 
-def off_policy_weights(old_logprobs, rollout_logprobs, loss_mask, sample_index, **options):
+def off_policy_weights(
+    old_logprobs, rollout_logprobs, loss_mask, sample_index, low=0.0, high=2.0, veto=None, **options
+):
     weights, is_changed, log_ratios = compute_off_policy_weights(
         old_logprobs=real(old_logprobs),
         rollout_logprobs=real(rollout_logprobs),
         loss_mask=mask(loss_mask),
         sample_index=torch.tensor(sample_index),
+        low=low,
+        high=high,
+        veto=veto,
         **options,
     )
     return {"weights": weights.tolist(), "changed": is_changed.tolist(), "log_ratios": log_ratios.tolist()}

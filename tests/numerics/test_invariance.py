@@ -280,7 +280,7 @@ def assert_same(got, expected, tolerance=1e-6):
 
 @EVERY_LOSS
 @EVERY_MODE
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(samples=train_steps(), layout=LAYOUTS)
 def test_any_layout_gives_the_loss_of_the_definition(name, mode, samples, layout):
     assert_same(run_step(samples, mode, name, **layout), slow_step(samples, mode, name))
@@ -306,10 +306,11 @@ def test_order_of_samples_does_not_matter(name, mode, samples, layout, data):
 
 @EVERY_LOSS
 @EVERY_MODE
-@pytest.mark.parametrize("poison", [math.nan, 1e9])
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(samples=train_steps(), layout=LAYOUTS)
-def test_masked_and_padded_slots_do_not_matter(name, mode, poison, samples, layout):
-    clean, poisoned = run_step(samples, mode, name, **layout), run_step(samples, mode, name, poison, **layout)
-    assert poisoned[0] == clean[0]
-    assert all(torch.equal(*pair) for pair in zip(poisoned[1], clean[1], strict=True))
+def test_masked_and_padded_slots_do_not_matter(name, mode, samples, layout):
+    clean = run_step(samples, mode, name, **layout)
+    for poison in (math.nan, 1e9):
+        poisoned = run_step(samples, mode, name, poison, **layout)
+        assert poisoned[0] == clean[0]
+        assert all(torch.equal(*pair) for pair in zip(poisoned[1], clean[1], strict=True))

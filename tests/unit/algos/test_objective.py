@@ -160,6 +160,13 @@ def test_weights_multiply_and_a_mask_leaves_the_other_terms():
     assert run(PACKED, off_policy=OffPolicy(opsm_delta=0.06), **options)[3]["opsm_fraction"].tolist() == [0.0] * 4
 
 
+def test_a_correction_is_bounded_by_2_above_and_not_below_unless_told():
+    batch = PACKED | {"rollout_logprobs": BATCH["old_logprobs"] + torch.tensor([0.0, -1.0, 3.0, 0.0])}
+    options = {"clip_low": 0.2, "clip_high": 0.28, "kl_estimator": "k3", **PLAIN}
+    _, _, _, metrics = run(batch, off_policy=OffPolicy(correction="token_tis"), **options)
+    torch.testing.assert_close(metrics["off_policy_weight_mean"][MASK], torch.tensor([2.0, math.exp(-3.0)]))
+
+
 def test_top_k_of_the_teacher_is_a_term_and_a_metric():
     batch = PACKED | TOPK
     options = {"clip_low": 0.2, "clip_high": 0.28, "kl_estimator": "k3", **PLAIN}

@@ -110,7 +110,9 @@ def test_truncated_weights_make_the_expectation_that_of_the_trainer():
         loss_mask=torch.ones(3, dtype=torch.bool),
         sample_index=None,
         correction="token_tis",
+        low=0.0,
         high=100.0,
+        veto=None,
     )
     values = torch.tensor([2.0, -1.0, 5.0], dtype=torch.float64)
     torch.testing.assert_close((rollout.exp() * weights * values).sum(), (old.exp() * values).sum())
@@ -124,6 +126,9 @@ def test_no_weight_has_a_gradient():
         loss_mask=torch.ones(2, dtype=torch.bool),
         sample_index=torch.zeros(2, dtype=torch.int64),
         correction="sequence_tis",
+        low=LOW,
+        high=HIGH,
+        veto=None,
     ):
         assert not found.requires_grad
 
@@ -136,7 +141,9 @@ def test_a_ratio_beyond_any_number_stays_finite(correction, expected):
         loss_mask=torch.ones(2, dtype=torch.bool),
         sample_index=torch.zeros(2, dtype=torch.int64),
         correction=correction,
+        low=LOW,
         high=1e4,
+        veto=None,
     )
     assert weights.tolist() == [expected] * 2 and is_changed.all()
 
@@ -153,6 +160,7 @@ def test_a_ratio_beyond_any_number_stays_finite(correction, expected):
 )
 def test_what_is_unknown_or_missing_is_refused(options, message):
     inputs = {"old_logprobs": torch.zeros(2), "rollout_logprobs": torch.zeros(2), "sample_index": None}
+    inputs |= {"low": LOW, "high": HIGH, "veto": None}
     with pytest.raises(ContractError, match=message):
         compute_off_policy_weights(**inputs | {"loss_mask": torch.ones(2, dtype=torch.bool)} | options)
 
@@ -198,6 +206,21 @@ def test_opsm_equals_a_loop(poison, samples, signs):
 def test_staleness_equals_a_loop(ages, power):
     got = compute_staleness_weights(staleness=torch.tensor(ages, dtype=torch.float64), power=power)
     assert got.tolist() == pytest.approx([1 / max(age, 1) ** power for age in ages])
+
+
+def test_what_stands_on_a_bound_is_within_it():
+    tensors = to_tensors([[(-1.0, -1.0, True), (-1.0, -1.0, True)]])
+    weights, _, _ = compute_off_policy_weights(**tensors, correction="icepop", low=1.0, high=1.0, veto=1.0)
+    assert weights.tolist() == [1.0, 1.0]
+    is_kept = compute_opsm_mask(
+        logprobs=torch.tensor([-1.5, -1.5]),
+        old_logprobs=torch.tensor([-1.0, -1.0]),
+        advantages=torch.tensor([-1.0, -1.0]),
+        loss_mask=torch.tensor([True, True]),
+        sample_index=torch.tensor([0, 0]),
+        delta=0.5,
+    )
+    assert is_kept.all()
 
 
 def test_staleness_refuses_what_would_raise_old_tokens():
