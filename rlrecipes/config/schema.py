@@ -109,7 +109,7 @@ class OffPolicyConfig(Section):
     opsm_delta: PositiveFloat | None
     """Samples with negative advantage that moved further than this (mean old_logprobs - logprobs) are left out."""
     staleness_power: NonNegativeFloat
-    """A sample whose weights are a versions old weighs (1 + a) ** -staleness_power; 0: age does not matter."""
+    """A sample whose weights are a versions old weighs max(a, 1) ** -staleness_power; 0: age does not matter."""
 
 
 class OverlongConfig(Section):
