@@ -52,7 +52,7 @@ def _algorithm(config: RunConfig) -> Iterator[Problem]:
     algo = config.algo
     if not isinstance(algo, RlConfig):
         return
-    for rule in (_policy_loss, _advantage, _kl, _off_policy, _overlong, _teacher):
+    for rule in (_policy_loss, _advantage, _critic, _kl, _off_policy, _overlong, _teacher):
         yield from rule(config, algo)
 
 
@@ -96,6 +96,17 @@ def _advantage(config: RunConfig, algo: RlConfig) -> Iterator[Problem]:
     if "nonzero_variance" in config.rollout.filters and algo.group_size == 1:
         problem = "nonzero_variance drops every group of one"
         yield Problem("rollout.filters", problem, "use a larger algo.group_size, or no filter")
+
+
+def _critic(config: RunConfig, algo: RlConfig) -> Iterator[Problem]:
+    if algo.critic is None:
+        return
+    if algo.critic.num_warmup_steps >= config.schedule.num_steps:
+        problem = f"is {algo.critic.num_warmup_steps}; the run has {config.schedule.num_steps} steps, the policy none"
+        yield Problem("algo.critic.num_warmup_steps", problem, "lower it")
+    if algo.critic.path is not None and not (Path(algo.critic.path) / "config.json").is_file():
+        problem = f"{algo.critic.path} holds no config.json"
+        yield Problem("algo.critic.path", problem, "name an HF directory of the policy's shapes, or null")
 
 
 def _kl(config: RunConfig, algo: RlConfig) -> Iterator[Problem]:

@@ -83,6 +83,8 @@ def test_shapes_that_disagree_with_config_json_name_the_field(hf_dir):
         (["algo.baseline=none"], "algo.normalize_std"),
         (["algo.estimator=gae", "algo.baseline=none", "algo.normalize_std=false"], "algo.critic"),
         (["algo=ppo", "algo.estimator=returns"], "algo.critic"),
+        (["algo=ppo", "algo.critic.num_warmup_steps=30"], "algo.critic.num_warmup_steps"),
+        (["algo=ppo", "algo.critic.path=nowhere"], "algo.critic.path"),
         (["algo=reinforce_plus_plus", "rollout.filters=[nonzero_variance]"], "rollout.filters"),
         (["algo.kl.is_unbiased=true"], "algo.kl.is_unbiased"),
         (
