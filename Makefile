@@ -51,6 +51,7 @@ trl: $(TRL_STAMP) ## make .venv-trl, which benchmarks/grpo_speed.py runs against
 docs: $(STAMP) ## write the generated pages of docs/
 	$(BIN)/python -m rlrecipes.tracking.metrics > docs/metrics.md
 	$(BIN)/python -m rlrecipes.config.reference > docs/config.md
+	$(BIN)/python tools/algorithms.py
 
 inventory: $(STAMP) $(SGLANG_STAMP) ## write the options of the pinned engines anew, after a change of versions
 	for name in router megatron embedded reasoning_gym; do \
