@@ -203,6 +203,7 @@ class Sample:
         old_logprobs, ref_logprobs: by the trainer, before the update and by the reference; None until computed.
         advantages: per token; None until computed.
         teacher_logprobs: by the teacher that the policy is distilled from; None without one.
+        teacher_topk_ids, teacher_topk_logprobs: [token, K], the teacher's likeliest tokens; None without them.
         staleness: per token, weight versions since it was drawn; None unless the loss weighs it.
         old_values: by the critic before the update: of the state before each token; None without a critic.
         returns: what the critic learns, per token; None without a critic.
@@ -221,6 +222,8 @@ class Sample:
     ref_logprobs: np.ndarray | None = None
     advantages: np.ndarray | None = None
     teacher_logprobs: np.ndarray | None = None
+    teacher_topk_ids: np.ndarray | None = None
+    teacher_topk_logprobs: np.ndarray | None = None
     staleness: np.ndarray | None = None
     old_values: np.ndarray | None = None
     returns: np.ndarray | None = None
@@ -234,6 +237,8 @@ class Sample:
             "ref_logprobs",
             "advantages",
             "teacher_logprobs",
+            "teacher_topk_ids",
+            "teacher_topk_logprobs",
             "staleness",
             "old_values",
             "returns",
@@ -263,6 +268,7 @@ class MicroBatch:
         loss_weights: [T] float32, see ``Sample.loss_weights``; 0 where masked.
         advantages, staleness, old_values, returns, old_logprobs, rollout_logprobs, ref_logprobs: [T] float32 or None,
             0 where masked.
+        teacher_topk_ids, teacher_topk_logprobs: [T, K] int64 and float32 or None, 0 where masked.
         sample_indices: which of the train batch's samples these are, in order; padding has none.
     """
 
@@ -274,6 +280,8 @@ class MicroBatch:
     loss_weights: np.ndarray
     sample_indices: tuple[int, ...]
     advantages: np.ndarray | None = None
+    teacher_topk_ids: np.ndarray | None = None
+    teacher_topk_logprobs: np.ndarray | None = None
     staleness: np.ndarray | None = None
     old_values: np.ndarray | None = None
     returns: np.ndarray | None = None
@@ -286,6 +294,8 @@ class MicroBatch:
         required = ("token_ids", "position_ids", "target_ids", "loss_mask", "loss_weights")
         optional = (
             "advantages",
+            "teacher_topk_ids",
+            "teacher_topk_logprobs",
             "staleness",
             "old_values",
             "returns",

@@ -16,6 +16,8 @@ from rlrecipes.types import MicroBatch, Sample
 _OPTIONAL_FIELDS = (
     "loss_weights",
     "advantages",
+    "teacher_topk_ids",
+    "teacher_topk_logprobs",
     "staleness",
     "old_values",
     "returns",
@@ -23,6 +25,7 @@ _OPTIONAL_FIELDS = (
     "rollout_logprobs",
     "ref_logprobs",
 )
+_ID_FIELDS = ("teacher_topk_ids",)
 
 
 def build_grid(
@@ -89,7 +92,7 @@ def unpack_tokens(
                 )
             for place, index in enumerate(micro_batch.sample_indices):
                 start, end = micro_batch.cu_seqlens[place : place + 2]
-                found[index] = np.concatenate([np.zeros(1, array.dtype), array[start : end - 1]])
+                found[index] = np.concatenate([np.zeros_like(array[:1]), array[start : end - 1]])
     if found.keys() != set(range(num_samples)):
         missing = sorted(set(range(num_samples)) - found.keys())
         raise ContractError(
@@ -180,14 +183,17 @@ def _build_micro_batch(
 
     def lay_out(name: str, dtype: type[np.generic], shift: int) -> np.ndarray:
         """One field over the micro-batch; shift 1 moves it from a token to the position that predicts the token."""
-        laid_out = np.zeros(starts[-1], dtype)
+        width = np.shape(getattr(samples[0], name))[1:] if samples else ()
+        laid_out = np.zeros((starts[-1], *width), dtype)
         for start, sample in zip(starts, chosen, strict=False):
             values = getattr(sample, name)[shift:]
             laid_out[start : start + len(values)] = values
         return laid_out
 
     loss_mask = lay_out("loss_mask", np.bool_, 1)
-    trained = {name: np.where(loss_mask, lay_out(name, np.float32, 1), np.float32(0)) for name in fields}
+    trained = {name: lay_out(name, np.int64 if name in _ID_FIELDS else np.float32, 1) for name in fields}
+    for values in trained.values():
+        values[~loss_mask] = 0
     return MicroBatch(
         token_ids=lay_out("token_ids", np.int64, 0),
         position_ids=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),

@@ -124,12 +124,18 @@ class OverlongConfig(Section):
 
 
 class DistillationConfig(Section):
-    """On-policy distillation: coef x (log student - log teacher) leaves each token's advantage."""
+    """On-policy distillation towards a teacher."""
+
+    form: Literal["sampled", "topk"]
+    """sampled: coef x (log student - log teacher) of the drawn token leaves its advantage. topk: coef x the KL to the
+    teacher over its likeliest tokens and the rest joins the loss."""
+    top_k: PositiveInt
+    """Tokens of form topk."""
 
     teacher_path: str | None
     """HF directory of the teacher, of the policy's shapes; the trainer holds its weights. Must be given."""
     coef: PositiveFloat
-    """Advantage units per nat."""
+    """Units of the advantage (sampled) or of the loss (topk) per nat."""
     is_alone: bool
     """Whether rewards are left out: the teacher is all there is to learn from."""
 

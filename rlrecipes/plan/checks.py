@@ -155,6 +155,10 @@ def _teacher(config: RunConfig, algo: RlConfig) -> Iterator[Problem]:
         yield Problem("algo.distillation.teacher_path", problem, "name an HF directory of the policy's shapes")
     elif not (Path(path) / "config.json").is_file():
         yield Problem("algo.distillation.teacher_path", f"{path} holds no config.json", "name an HF directory")
+    sampling = config.rollout.sampling
+    if algo.distillation.form == "topk" and (sampling.top_p < 1 or sampling.top_k != -1):
+        problem = "topk compares whole distributions; rollout.sampling cuts them"
+        yield Problem("algo.distillation.form", problem, "use sampled, or top_p=1.0 and top_k=-1")
 
 
 def _sampling(config: RunConfig) -> Iterator[Problem]:
@@ -267,6 +271,13 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
         yield Problem("optim.num_warmup_train_steps", problem, "lower it")
 
 
+def _teacher_tokens(config: RunConfig, shapes: ModelShapes) -> Iterator[Problem]:
+    distillation = config.algo.distillation if isinstance(config.algo, RlConfig) else None
+    if distillation is not None and distillation.top_k > shapes.vocab_size:
+        problem = f"is {distillation.top_k}; the vocabulary has {shapes.vocab_size} tokens"
+        yield Problem("algo.distillation.top_k", problem, "lower it")
+
+
 def _lengths(config: RunConfig, shapes: ModelShapes) -> Iterator[Problem]:
     prompt = config.data.max_prompt_tokens
     for where, sampling in (
@@ -329,4 +340,4 @@ _RULES = (
     _determinism,
     _optimizer,
 )
-_SHAPE_RULES = (_lengths, _divisibility)
+_SHAPE_RULES = (_lengths, _divisibility, _teacher_tokens)

@@ -80,7 +80,7 @@ def assign_credit(
         returns = None
     else:
         advantages, returns = _sum_over_tokens(samples, algo, rewards[rollouts.of_sample], masks, token_kls)
-    if algo.distillation is not None:
+    if algo.distillation is not None and algo.distillation.form == "sampled":
         advantages = [
             compute_distilled_advantages(
                 advantages=advantage,

@@ -81,6 +81,10 @@ class RankWorker:
         """Logprobs of this data-parallel rank's micro-batches; empty on ranks that hold no output."""
         return self.trainer.compute_logprobs(list(micro_batches), which=which)
 
+    def compute_teacher_topk(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> list[np.ndarray]:
+        """The teacher's likeliest tokens and their logprobs, [T, 2 num_tokens] a micro-batch."""
+        return self.trainer.compute_teacher_topk(list(micro_batches), num_tokens=num_tokens)
+
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],

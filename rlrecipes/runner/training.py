@@ -143,12 +143,14 @@ class Learner:
             ]
         # The only train step of a step starts from the very weights a forward pass before it would use: its own
         # logprobs are the old ones, and the objective takes them where none are given.
-        is_read_before = algo.kl.placement in ("reward", "advantage") or algo.distillation is not None
+        teacher = algo.distillation
+        is_sampled = teacher is not None and teacher.form == "sampled"
+        is_read_before = algo.kl.placement in ("reward", "advantage") or is_sampled
         is_own = self._plan.batch.num_train_steps == 1 and not is_read_before
         names = {"policy": "old_logprobs"} if algo.old_logprobs == "recompute" and not is_own else {}
         names |= {"reference": "ref_logprobs"} if self._plan.trainer.needs_reference else {}
-        names |= {"teacher": "teacher_logprobs"} if algo.distillation is not None else {}
-        if not names and algo.critic is None:
+        names |= {"teacher": "teacher_logprobs"} if is_sampled else {}
+        if not names and algo.critic is None and teacher is None:
             return samples
         grid = self._grid(samples)
         found: dict[str, Any] = {
@@ -157,6 +159,11 @@ class Learner:
         if algo.critic is not None:
             outputs = await self._trainers.run("compute_values", per_rank=self._per_rank(grid))
             found["old_values"] = unpack_tokens(grid, [output for output in outputs if output], len(samples))
+        if teacher is not None and teacher.form == "topk":
+            outputs = await self._trainers.run("compute_teacher_topk", teacher.top_k, per_rank=self._per_rank(grid))
+            both = unpack_tokens(grid, [output for output in outputs if output], len(samples))
+            found["teacher_topk_ids"] = [array[:, : teacher.top_k].astype(np.int64) for array in both]
+            found["teacher_topk_logprobs"] = [array[:, teacher.top_k :] for array in both]
         return [
             dataclasses.replace(sample, **{field: arrays[index] for field, arrays in found.items()})
             for index, sample in enumerate(samples)
@@ -281,6 +288,7 @@ def build_objective(plan: Plan) -> Objective:
         kl_is_unbiased=algo.kl.is_unbiased,
         entropy_coef=algo.entropy_coef,
         off_policy=OffPolicy(**algo.off_policy.model_dump()),
+        distillation_topk_coef=_topk_coef(algo),
     )
 
 
@@ -307,7 +315,11 @@ def check_agreement(algo: RlConfig, metrics: Mapping[str, float]) -> None:
 def _is_advantage_all(algo: RlConfig) -> bool:
     """Whether a token without advantage has no gradient."""
     has_kl = algo.kl.placement == "loss" and algo.kl.coef > 0
-    return not (has_kl or algo.entropy_coef or ":" in algo.policy_loss)
+    return not (has_kl or algo.entropy_coef or _topk_coef(algo) or ":" in algo.policy_loss)
+
+
+def _topk_coef(algo: RlConfig) -> float:
+    return algo.distillation.coef if algo.distillation is not None and algo.distillation.form == "topk" else 0.0
 
 
 def _with_staleness(sample: Sample, weight_version: int) -> Sample:

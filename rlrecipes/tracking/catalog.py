@@ -213,6 +213,13 @@ OFF_POLICY = (
         "trained tokens that off-policy sequence masking left out",
         "rising within a step: the policy moves far from what drew the tokens",
     ),
+    Metric(
+        "train/teacher_topk_kl",
+        "nats",
+        "KL from policy to teacher over the teacher's likeliest tokens and the rest",
+        "falling: the student nears the teacher",
+        "lower",
+    ),
 )
 
 CRITIC = (

@@ -293,7 +293,7 @@ class TestCompletion:
         assert self.complete(shell, "rlrecipes ") == {"train", "plan", "run", "eval", "compare"}
 
     def test_options_of_a_group(self, shell):
-        assert self.complete(shell, "rlrecipes train algo=") == {"algo=grpo", "algo=sft"}
+        assert self.complete(shell, "rlrecipes train algo=g") == {"algo=grpo", "algo=gspo"}
 
     def test_keys_of_a_section(self, shell):
         assert self.complete(shell, f"rlrecipes plan {SFT} optim.adam_b") == {"optim.adam_beta1=", "optim.adam_beta2="}
@@ -363,7 +363,7 @@ class TestRefusedWhenInputsAreRead:
             ("maths", "did you mean 'math'?"),
             ("no_such_module:verify", "there is no module 'no_such_module'"),
             ("letters:count_vowel", "did you mean 'count_vowels'?"),
-            ("wrong:no_rollout", "takes no positional argument for the rollout"),
+            ("wrong:no_rollout", "takes 0 positional arguments; it is called with (rollout)"),
             ("wrong:needs_more", "give it in reward.options"),
             ("broken:verify", "cannot be imported: ZeroDivisionError"),
         ],

@@ -167,7 +167,7 @@ def test_a_port_that_is_taken_is_named(shell):
 
 def test_an_engine_that_does_not_start_is_told_with_its_log(shell):
     engine = "topology.served_models.policy.server_groups.main.sglang"
-    output = shell.run("train", "name=run", "schedule.num_steps=2", f"+{engine}.no_such_option=1", *SMALL, code=1)
-    assert "no-such-option" in output
+    output = shell.run("train", "name=run", "schedule.num_steps=2", f"+{engine}.tokenizer_path=nowhere", *SMALL, code=1)
+    assert "nowhere" in output
     assert "Traceback" not in output
     assert shell.leftovers() == []

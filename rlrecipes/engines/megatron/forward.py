@@ -17,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rlrecipes.engines.megatron.logprobs import compute_logprobs
+from rlrecipes.engines.megatron.topk import compute_logprobs_at, find_topk
 from rlrecipes.types import MicroBatch
 
 Batch = Mapping[str, Tensor]
@@ -113,12 +114,14 @@ class LogprobReader:
         The batch comes back with ``rollout_logprobs`` of the distribution that the logprobs are of. Engines report the
         tokens' logprobs before top_p and top_k cut and renormalise (see ``types.Completion``), so the log-mass of the
         kept tokens leaves them, as these weights have it. In the first train step after a weight sync that is the
-        engine's, up to rounding; later it has moved as far as the policy has.
+        engine's, up to rounding; later it has moved as far as the policy has. With ``teacher_topk_ids`` it also gets
+        ``topk_logprobs``, [T, K] with gradient.
         """
         targets, positions = inputs.batch["target_ids"], inputs.positions
+        chosen = targets if positions is None else targets[positions]
         found = compute_logprobs(
             logits,
-            targets if positions is None else targets[positions],
+            chosen,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -130,12 +133,50 @@ class LogprobReader:
         logprobs, entropy, kept_log_mass = (torch.where(mask, x, 0.0) for x in spread_out)
         if "rollout_logprobs" in batch:
             batch = {**batch, "rollout_logprobs": batch["rollout_logprobs"] - kept_log_mass}
+        if "teacher_topk_ids" in batch:
+            ids = batch["teacher_topk_ids"] if positions is None else batch["teacher_topk_ids"][positions]
+            at = compute_logprobs_at(
+                logits, chosen, found.logprobs, ids, temperature=self.temperature, group=self.group
+            )
+            batch = {**batch, "topk_logprobs": at if positions is None else spread(at, positions, len(targets))}
         return batch, logprobs, entropy
 
 
+@dataclasses.dataclass(frozen=True)
+class TopkReader:
+    """Reads a teacher's likeliest tokens and their logprobs.
+
+    Attributes:
+        num_tokens: K.
+        temperature: divides the logits.
+        vocab_size: rows that are no padding.
+        group: TP ranks.
+    """
+
+    num_tokens: int
+    temperature: float
+    vocab_size: int
+    group: dist.ProcessGroup
+
+    def read(self, inputs: Inputs, logits: Tensor) -> tuple[Batch, Tensor]:
+        """[T, 2 K] float32: K token ids, exact up to 2**24, then their logprobs; 0 where nothing is trained."""
+        targets, positions = inputs.batch["target_ids"], inputs.positions
+        chosen = targets if positions is None else targets[positions]
+        ids = find_topk(logits, self.num_tokens, vocab_size=self.vocab_size, group=self.group)
+        found = compute_logprobs(
+            logits, chosen, temperature=self.temperature, vocab_size=self.vocab_size, group=self.group
+        )
+        logprobs = compute_logprobs_at(
+            logits, chosen, found.logprobs, ids, temperature=self.temperature, group=self.group
+        )
+        both = torch.cat((ids.float(), logprobs), 1)
+        both = both if positions is None else spread(both, positions, len(targets))
+        return inputs.batch, torch.where(inputs.batch["loss_mask"][:, None], both, 0.0)
+
+
 def spread(values: Tensor, positions: Tensor, length: int) -> Tensor:
-    """Put values [N] of some positions where they belong, [length]; 0 elsewhere."""
-    return values.new_zeros(length).index_copy(0, positions, values)
+    """Put values [N, ...] of some positions where they belong, [length, ...]; 0 elsewhere."""
+    return values.new_zeros(length, *values.shape[1:]).index_copy(0, positions, values)
 
 
 def _run_model(micro_batches: Iterator[Inputs], model: Any) -> tuple[Inputs, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,8 @@ from rlrecipes.engines.megatron.export import run_export_hf
 from rlrecipes.engines.megatron.forward import (
     LogprobReader,
     Objective,
+    Reader,
+    TopkReader,
     build_reading_step,
     build_train_step,
 )
@@ -207,17 +209,31 @@ class TrainerRank:
         Raises:
             TrainerError: weights are asked for that were not kept.
         """
-        if which != "policy":
-            if which not in self._frozen:
-                fix = "set needs_reference or teacher_path, and load weights first"
-                raise TrainerError("trainer.compute_logprobs", f"no {which} is kept", fix)
-            with self._frozen_weights(which):
-                return self._compute_policy_logprobs(micro_batches)
-        return self._compute_policy_logprobs(micro_batches)
+        return self._read(self._reader, micro_batches, which)
 
-    def _compute_policy_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
-        found = self._policy.run_forward(build_reading_step(self._reader), micro_batches)
-        return self._to_arrays(found)
+    def compute_teacher_topk(self, micro_batches: Sequence[MicroBatch], *, num_tokens: int) -> list[np.ndarray]:
+        """The teacher's likeliest tokens before every trained target token, and their log-probabilities.
+
+        Args:
+            micro_batches: of this data-parallel rank; as many on every rank.
+            num_tokens: K.
+
+        Returns:
+            [T, 2 K] float32 per micro-batch: K token ids, likeliest first, then their nats at ``trainer.temperature``;
+            0 where ``loss_mask`` is False. On TP rank 0 of the last stage; [] elsewhere.
+
+        Raises:
+            TrainerError: no teacher was kept.
+        """
+        reader = TopkReader(num_tokens, self._trainer.temperature, self._model.shapes.vocab_size, self._reader.group)
+        return self._read(reader, micro_batches, "teacher")
+
+    def _read(self, reader: Reader, micro_batches: Sequence[MicroBatch], which: str) -> list[np.ndarray]:
+        if which != "policy" and which not in self._frozen:
+            fix = "set needs_reference or teacher_path, and load weights first"
+            raise TrainerError("trainer.compute_logprobs", f"no {which} is kept", fix)
+        with nullcontext() if which == "policy" else self._frozen_weights(which):
+            return self._to_arrays(self._policy.run_forward(build_reading_step(reader), micro_batches))
 
     def _to_arrays(self, found: list[Tensor]) -> list[np.ndarray]:
         """What was read, where it is answered: TP rank 0 of the last stage."""

@@ -199,7 +199,7 @@ def rank_group() -> Iterator[RankGroup]:
         group.close()
 
 
-def write_hf_model(node: ModelNode, path: Path) -> Any:
+def write_hf_model(node: ModelNode, path: Path, seed: int = 11) -> Any:
     """Write what transformers itself would, with weights large enough to tell a wrong place from a right one."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -207,7 +207,7 @@ def write_hf_model(node: ModelNode, path: Path) -> Any:
     from rlrecipes.engines.megatron.initial import to_hf_config
 
     config = to_hf_config(node)
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(config.pop("model_type"), **config), attn_implementation="eager"
     ).float()

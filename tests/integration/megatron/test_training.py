@@ -104,6 +104,23 @@ def train_with_idle_samples(
     return {"steps": steps, "weights": weights}
 
 
+def read_teacher(rank: int, port: int, layout: Layout, trainer: TrainerNode, node: ModelNode, path: Path) -> Any:
+    trainer_rank = build_rank(rank, port, trainer, node, path)
+    found = trainer_rank.compute_teacher_topk(build_rows(SAMPLES, layout)[row_of(rank, layout)], num_tokens=3)
+    trainer_rank.close()
+    return found
+
+
+def distil(
+    rank: int, port: int, layout: Layout, samples: list[Sample], trainer: TrainerNode, node: ModelNode, path: Path
+) -> Any:
+    trainer_rank = build_rank(rank, port, trainer, node, path)
+    objective = partial(GRPO, kl_coef_in_loss=0.0, distillation_topk_coef=0.3)
+    metrics = trainer_rank.train_step(build_rows(samples, layout)[row_of(rank, layout)], objective)
+    trainer_rank.close()
+    return metrics
+
+
 @pytest.fixture(scope="module")
 def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     node = build_model_node("qwen3", is_tied=True)
@@ -149,6 +166,50 @@ def test_samples_without_gradient_may_go_forward_only(hf_model: Any, ranks: Rank
             assert step == pytest.approx(expected_step, rel=1e-5, abs=1e-5)
         for name, tensor in expected["weights"].items():
             torch.testing.assert_close(found["weights"][name], tensor, atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def teacher(hf_model: Any, ranks: RankGroup, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Another model of the same shapes, and samples with what it finds likeliest."""
+    node, path, _ = hf_model
+    directory = tmp_path_factory.mktemp("teacher")
+    hf = write_hf_model(node, directory, seed=12)
+    trainer = build_trainer_node(SINGLE, teacher_path=str(directory))
+    both = unpack_tokens(build_rows(SAMPLES, SINGLE), ranks.run(1, read_teacher, SINGLE, trainer, node, path), 14)
+    samples = [
+        replace(sample, teacher_topk_ids=array[:, :3].astype(np.int64), teacher_topk_logprobs=array[:, 3:])
+        for sample, array in zip(SAMPLES, both, strict=True)
+    ]
+    return hf, directory, samples
+
+
+def test_the_teachers_likeliest_tokens_are_those_of_transformers(teacher: Any) -> None:
+    hf, _, samples = teacher
+    for sample in samples:
+        with torch.no_grad():
+            logprobs = torch.log_softmax(hf(torch.tensor([sample.token_ids])).logits[0, :-1] / 0.7, -1)
+        expected = logprobs.topk(3, dim=1)
+        mask = np.array(sample.loss_mask[1:])
+        np.testing.assert_array_equal(sample.teacher_topk_ids[1:][mask], expected.indices.numpy()[mask])
+        np.testing.assert_allclose(sample.teacher_topk_logprobs[1:][mask], expected.values.numpy()[mask], atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_distilling_the_likeliest_tokens_is_the_same_at_every_layout(
+    hf_model: Any, teacher: Any, ranks: RankGroup, layout: Layout
+) -> None:
+    node, path, _ = hf_model
+    _, directory, samples = teacher
+    (expected,) = ranks.run(1, distil, SINGLE, samples, build_trainer_node(SINGLE), node, path)
+    assert expected["teacher_topk_kl"] > 0.1
+    trainer = build_trainer_node(layout, teacher_path=str(directory))
+    for metrics in ranks.run(2, distil, layout, samples, trainer, node, path):
+        assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    rows = build_rows(SAMPLES, layout)
+    answers = [found for found in ranks.run(2, read_teacher, layout, trainer, node, path) if found]
+    for sample, found in zip(samples, unpack_tokens(rows, answers, len(SAMPLES)), strict=True):
+        np.testing.assert_array_equal(found[:, :3], sample.teacher_topk_ids)
+        np.testing.assert_allclose(found[:, 3:], sample.teacher_topk_logprobs, atol=1e-5)
 
 
 def test_logprobs_are_those_of_transformers_and_the_reference_stays(hf_model: Any, single: dict[str, Any]) -> None:
