@@ -5,7 +5,7 @@
 Both start from one HF directory (the quickstart's first stage; trained here first where it has not run yet) and train
 on one prompt file in one order with the group size, prompts per step, sampling, learning rate and reward of the recipe
 quickstart, in fp32, with no evaluation, checkpoint or export among the steps that count. ``rlrecipes train`` runs
-as a user runs it, with one trainer rank and with two, engine and router beside them. TRL generates with transformers'
+as a user runs it: two trainer ranks and an engine, two and two, one and one, the router beside them. TRL generates with transformers'
 generate in its own process, the fastest of its paths on a CPU: with one thread, two threads, two processes; its best
 counts. They take turns, fresh processes each. A step is timed from the end of the one before, so everything counts.
 """
@@ -31,7 +31,11 @@ from rich.table import Table
 
 BENCHMARKS = Path(__file__).resolve().parent
 RLRECIPES = Path(sys.executable).parent / "rlrecipes"
-OUR_LAYOUTS = {"rlrecipes, as the recipe is (two ranks)": [], "rlrecipes, parallel=single": ["parallel=single"]}
+OUR_LAYOUTS = {
+    "rlrecipes, as the recipe is": [],
+    "rlrecipes, two engines": ["topology.served_models.policy.server_groups.main.num_engines=2"],
+    "rlrecipes, one rank": ["parallel=single"],
+}
 """Name -> overrides of the recipe."""
 TRL_LAYOUTS = {"TRL, 1 thread": (1, 1), "TRL, 2 threads": (1, 2), "TRL, 2 processes": (2, 1)}
 """Name -> (processes, threads of each)."""
