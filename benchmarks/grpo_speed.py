@@ -4,10 +4,11 @@
 
 Both start from one HF directory (the quickstart's first stage; trained here first where it has not run yet) and train
 on one prompt file in one order with the group size, prompts per step, sampling, learning rate and reward of the recipe
-quickstart, in fp32, with no evaluation, checkpoint or export among the steps that count. ``rlrecipes train`` runs
-as a user runs it: two trainer ranks and an engine, two and two, one and one, the router beside them. TRL generates with transformers'
-generate in its own process, the fastest of its paths on a CPU: with one thread, two threads, two processes; its best
-counts. They take turns, fresh processes each. A step is timed from the end of the one before, so everything counts.
+quickstart, in fp32, with no evaluation, checkpoint or export among the steps that count. ``rlrecipes train`` runs as a
+user runs it: two trainer ranks and an engine, two and two, one and one, the router beside them. TRL generates with
+transformers' generate in its own process, the fastest of its paths on a CPU: with one thread, two threads, two
+processes; its best counts. They take turns, fresh processes each. A step is timed from the end of the one before, so
+everything counts.
 """
 
 from __future__ import annotations
