@@ -72,7 +72,7 @@ def assign_credit(
     rollouts = _find_rollouts(samples)
     masks = [torch.tensor(sample.loss_mask) for sample in samples]
     rewards, is_counted, metrics = _shape(rollouts, algo, max_new_tokens)
-    is_rejected = torch.tensor([not bool(is_counted[index]) for index in rollouts.of_sample])
+    is_rejected = ~is_counted[rollouts.of_sample]
     masks = compute_filtered_loss_masks(loss_masks=masks, is_rejected=is_rejected)
     token_kls = _compute_token_kls(samples, algo)
     if algo.estimator == "group":
@@ -98,7 +98,7 @@ def assign_credit(
         )
     if algo.whiten_advantages:
         advantages = compute_whitened_advantages(advantages=advantages, loss_masks=masks)
-    return _fill(samples, masks, advantages, returns), metrics
+    return _fill(samples, is_rejected.tolist(), advantages, returns), metrics
 
 
 def _find_rollouts(samples: Sequence[Sample]) -> _Rollouts:
@@ -208,14 +208,17 @@ def _need(sample: Sample, name: str) -> Tensor:
 
 
 def _fill(
-    samples: Sequence[Sample], masks: Sequence[Tensor], advantages: Sequence[Tensor], returns: Sequence[Tensor] | None
+    samples: Sequence[Sample],
+    is_rejected: Sequence[bool],
+    advantages: Sequence[Tensor],
+    returns: Sequence[Tensor] | None,
 ) -> list[Sample]:
     filled = []
-    for index, (sample, mask, advantage) in enumerate(zip(samples, masks, advantages, strict=True)):
+    for index, (sample, rejected, advantage) in enumerate(zip(samples, is_rejected, advantages, strict=True)):
         found: dict[str, Any] = {"advantages": advantage.numpy().astype(np.float32)}
         if returns is not None:
-            found |= {"returns": returns[index].numpy().astype(np.float32)}
-        if bool((mask != torch.tensor(sample.loss_mask)).any()):
-            sample = dataclasses.replace(sample, loss_mask=tuple(mask.tolist()))
+            found["returns"] = returns[index].numpy().astype(np.float32)
+        if rejected:
+            found["loss_mask"] = (False,) * len(sample.loss_mask)
         filled.append(dataclasses.replace(sample, **found))
     return filled

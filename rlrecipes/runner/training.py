@@ -76,6 +76,7 @@ class Learner:
         algo = self._algo
         size = self._plan.batch.prompts_per_train_step
         parts = [[s for g in groups[i : i + size] for s in to_samples(g)] for i in range(0, len(groups), size)]
+        parts = [part for part in parts if part]  # a train step whose rollouts all failed has nothing to learn from
         bounds = np.cumsum([0] + [len(part) for part in parts])
         samples = [sample for part in parts for sample in part]
         if not samples:
@@ -153,27 +154,23 @@ class Learner:
         if not names and algo.critic is None and teacher is None:
             return samples
         grid = self._grid(samples)
-        found: dict[str, Any] = {
-            field: await self._compute_logprobs(grid, name, len(samples)) for name, field in names.items()
-        }
+
+        async def read(method: str, *shared: Any) -> list[np.ndarray]:
+            outputs = await self._trainers.run(method, *shared, per_rank=self._per_rank(grid))
+            # Only tensor-parallel rank 0 of the last pipeline stage answers, once a data-parallel rank.
+            return unpack_tokens(grid, [output for output in outputs if output], len(samples))
+
+        found = {field: await read("compute_logprobs", name) for name, field in names.items()}
         if algo.critic is not None:
-            outputs = await self._trainers.run("compute_values", per_rank=self._per_rank(grid))
-            found["old_values"] = unpack_tokens(grid, [output for output in outputs if output], len(samples))
+            found["old_values"] = await read("compute_values")
         if teacher is not None and teacher.form == "topk":
-            outputs = await self._trainers.run("compute_teacher_topk", teacher.top_k, per_rank=self._per_rank(grid))
-            both = unpack_tokens(grid, [output for output in outputs if output], len(samples))
+            both = await read("compute_teacher_topk", teacher.top_k)
             found["teacher_topk_ids"] = [array[:, : teacher.top_k].astype(np.int64) for array in both]
             found["teacher_topk_logprobs"] = [array[:, teacher.top_k :] for array in both]
-        return [
-            dataclasses.replace(sample, **{field: arrays[index] for field, arrays in found.items()})
-            for index, sample in enumerate(samples)
+        fields: list[dict[str, Any]] = [
+            {name: arrays[i] for name, arrays in found.items()} for i in range(len(samples))
         ]
-
-    async def _compute_logprobs(self, grid: list[list[MicroBatch]], which: str, num_samples: int) -> list[np.ndarray]:
-        outputs = await self._trainers.run("compute_logprobs", which, per_rank=self._per_rank(grid))
-        # Only tensor-parallel rank 0 of the last pipeline stage answers, once a data-parallel rank.
-        rows = [output for output in outputs if output]
-        return unpack_tokens(grid, rows, num_samples)
+        return [dataclasses.replace(sample, **each) for sample, each in zip(samples, fields, strict=True)]
 
     async def _train(self, parts: Sequence[Sequence[Sample]], *, should_move_policy: bool = True) -> dict[str, float]:
         started_s = time.monotonic()
@@ -182,7 +179,7 @@ class Learner:
         num_micro_batches = num_idle_tokens = 0
         for part in parts:
             if not any(any(sample.loss_mask) for sample in part):
-                continue  # every rollout failed or was left out: there is nothing to learn from
+                continue  # every rollout was left out
             weighted = self._weighted(part)
             if self._value_objective is not None:
                 grid = self._per_rank(self._grid(weighted))

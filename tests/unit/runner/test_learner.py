@@ -197,6 +197,16 @@ def test_failed_rollouts_are_not_trained_and_all_failed_is_an_error():
         train(plan_of(), [group_of(index, [0.0, 0.0], everything) for index in range(4)])
 
 
+@pytest.mark.parametrize("algo", ["grpo", "dapo", "ppo"])
+def test_a_train_step_whose_rollouts_all_failed_is_passed_over(algo):
+    failed = {0: RolloutStatus.FAILED, 1: RolloutStatus.FAILED}
+    groups = [*(group_of(i, [1.0, 0.0]) for i in (0, 1)), *(group_of(i, [0.0, 0.0], failed) for i in (2, 3))]
+    plan = plan_of(f"algo={algo}", "algo.group_size=2", "schedule.num_train_steps=2")
+    trainers, metrics = train(plan, groups)
+    assert len(trainers.train_steps) == metrics["train/num_train_steps"] == 1
+    assert not any(np.isnan(value) for value in metrics.values())
+
+
 PPO = ["algo=ppo", "algo.group_size=2", "algo.whiten_advantages=false"]
 
 
