@@ -6,8 +6,9 @@ are tuples before batching and numpy arrays after it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,16 @@ def _check_aligned(record: str, **lengths: int) -> None:
             "lengths differ: " + ", ".join(f"{name}={length}" for name, length in lengths.items()),
             "give one entry per token in each of these fields",
         )
+
+
+@functools.cache
+def list_optional_arrays(record: type[Sample | MicroBatch]) -> tuple[str, ...]:
+    """Names of the arrays of a record that are None until something computes them.
+
+    Args:
+        record: Sample or MicroBatch.
+    """
+    return tuple(each.name for each in fields(record) if each.default is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,21 +241,8 @@ class Sample:
     loss_weights: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        lengths = {"token_ids": len(self.token_ids), "loss_mask": len(self.loss_mask)}
-        optional = (
-            "rollout_logprobs",
-            "old_logprobs",
-            "ref_logprobs",
-            "advantages",
-            "teacher_logprobs",
-            "teacher_topk_ids",
-            "teacher_topk_logprobs",
-            "staleness",
-            "old_values",
-            "returns",
-            "loss_weights",
-        )
-        lengths |= {name: len(getattr(self, name)) for name in optional if getattr(self, name) is not None}
+        names = ("token_ids", "loss_mask", "rollout_logprobs", *list_optional_arrays(Sample))
+        lengths = {name: len(getattr(self, name)) for name in names if getattr(self, name) is not None}
         _check_aligned("Sample", **lengths)
         if self.loss_mask and self.loss_mask[0]:
             raise ContractError(
@@ -290,19 +288,7 @@ class MicroBatch:
     ref_logprobs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        lengths = {"cu_seqlens[-1]": int(self.cu_seqlens[-1])}
         required = ("token_ids", "position_ids", "target_ids", "loss_mask", "loss_weights")
-        optional = (
-            "advantages",
-            "teacher_topk_ids",
-            "teacher_topk_logprobs",
-            "staleness",
-            "old_values",
-            "returns",
-            "old_logprobs",
-            "rollout_logprobs",
-            "ref_logprobs",
-        )
-        lengths |= {name: len(getattr(self, name)) for name in required}
-        lengths |= {name: len(getattr(self, name)) for name in optional if getattr(self, name) is not None}
-        _check_aligned("MicroBatch", **lengths)
+        names = (*required, *list_optional_arrays(MicroBatch))
+        lengths = {name: len(getattr(self, name)) for name in names if getattr(self, name) is not None}
+        _check_aligned("MicroBatch", **{"cu_seqlens[-1]": int(self.cu_seqlens[-1])} | lengths)

@@ -11,20 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rlrecipes.errors import ContractError
-from rlrecipes.types import MicroBatch, Sample
+from rlrecipes.types import MicroBatch, Sample, list_optional_arrays
 
-_OPTIONAL_FIELDS = (
-    "loss_weights",
-    "advantages",
-    "teacher_topk_ids",
-    "teacher_topk_logprobs",
-    "staleness",
-    "old_values",
-    "returns",
-    "old_logprobs",
-    "rollout_logprobs",
-    "ref_logprobs",
-)
+_OPTIONAL_FIELDS = ("loss_weights", *list_optional_arrays(MicroBatch))
 _ID_FIELDS = ("teacher_topk_ids",)
 
 
