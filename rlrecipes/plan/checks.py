@@ -211,8 +211,6 @@ def _data(config: RunConfig) -> Iterator[Problem]:
     if data.tasks is not None and config.rollout.evaluation.num_prompts > data.tasks.num_eval_rows:
         fix = f"use at most {data.tasks.num_eval_rows}"
         yield Problem("rollout.evaluation.num_prompts", "is more than data.tasks.num_eval_rows", fix)
-    if ":" in config.reward.name and not config.reward.name.partition(":")[2]:
-        yield Problem("reward.name", f"{config.reward.name!r} names no function", "write module:function")
 
 
 def _topology(config: RunConfig) -> Iterator[Problem]:

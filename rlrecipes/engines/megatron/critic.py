@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor, nn
 
-from rlrecipes.engines.megatron.forward import Batch, Inputs, spread
+from rlrecipes.engines.megatron.forward import Batch, Inputs
 from rlrecipes.engines.megatron.model import build_model, build_transformer_config
 from rlrecipes.engines.megatron.trained_model import TrainedModel
 from rlrecipes.engines.megatron.weights import WeightMap
@@ -74,10 +74,7 @@ class ValueReader:
 
     def read(self, inputs: Inputs, out: Tensor) -> tuple[Batch, Tensor]:
         """The batch, and values of the states in which ``target_ids`` were chosen, [T], 0 where nothing is trained."""
-        values = out.squeeze(1)
-        if inputs.positions is not None:
-            values = spread(values, inputs.positions, len(inputs.batch["target_ids"]))
-        return inputs.batch, torch.where(inputs.batch["loss_mask"], values, 0.0)
+        return inputs.batch, torch.where(inputs.batch["loss_mask"], inputs.spread(out.squeeze(1)), 0.0)
 
 
 def build_critic(model: ModelNode, trainer: TrainerNode, critic: CriticNode) -> TrainedModel:

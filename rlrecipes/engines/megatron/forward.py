@@ -42,6 +42,18 @@ class Inputs:
     packed: PackedSeqParams
     positions: Tensor | None
 
+    def take(self, name: str) -> Tensor:
+        """An array of the batch at the positions whose logits are computed, [N, ...]."""
+        array = self.batch[name]
+        return array if self.positions is None else array[self.positions]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Put values [N, ...] of these positions where they belong, [T, ...]; 0 elsewhere."""
+        if self.positions is None:
+            return values
+        num_tokens = len(self.batch["loss_mask"])
+        return values.new_zeros(num_tokens, *values.shape[1:]).index_copy(0, self.positions, values)
+
 
 def build_inputs(micro_batch: MicroBatch, *, device: str, is_sequence_parallel: bool) -> Inputs:
     """Turn arrays into what the model takes.
@@ -117,8 +129,7 @@ class LogprobReader:
         engine's, up to rounding; later it has moved as far as the policy has. With ``teacher_topk_ids`` it also gets
         ``topk_logprobs``, [T, K] with gradient.
         """
-        targets, positions = inputs.batch["target_ids"], inputs.positions
-        chosen = targets if positions is None else targets[positions]
+        chosen = inputs.take("target_ids")
         found = compute_logprobs(
             logits,
             chosen,
@@ -129,16 +140,15 @@ class LogprobReader:
             group=self.group,
         )
         mask, batch = inputs.batch["loss_mask"], inputs.batch
-        spread_out = (x if positions is None else spread(x, positions, len(targets)) for x in found)
-        logprobs, entropy, kept_log_mass = (torch.where(mask, x, 0.0) for x in spread_out)
+        logprobs, entropy, kept_log_mass = (torch.where(mask, inputs.spread(x), 0.0) for x in found)
         if "rollout_logprobs" in batch:
             batch = {**batch, "rollout_logprobs": batch["rollout_logprobs"] - kept_log_mass}
         if "teacher_topk_ids" in batch:
-            ids = batch["teacher_topk_ids"] if positions is None else batch["teacher_topk_ids"][positions]
+            ids = inputs.take("teacher_topk_ids")
             at = compute_logprobs_at(
                 logits, chosen, found.logprobs, ids, temperature=self.temperature, group=self.group
             )
-            batch = {**batch, "topk_logprobs": at if positions is None else spread(at, positions, len(targets))}
+            batch = {**batch, "topk_logprobs": inputs.spread(at)}
         return batch, logprobs, entropy
 
 
@@ -160,8 +170,7 @@ class TopkReader:
 
     def read(self, inputs: Inputs, logits: Tensor) -> tuple[Batch, Tensor]:
         """[T, 2 K] float32: K token ids, exact up to 2**24, then their logprobs; 0 where nothing is trained."""
-        targets, positions = inputs.batch["target_ids"], inputs.positions
-        chosen = targets if positions is None else targets[positions]
+        chosen = inputs.take("target_ids")
         ids = find_topk(logits, self.num_tokens, vocab_size=self.vocab_size, group=self.group)
         found = compute_logprobs(
             logits, chosen, temperature=self.temperature, vocab_size=self.vocab_size, group=self.group
@@ -169,14 +178,8 @@ class TopkReader:
         logprobs = compute_logprobs_at(
             logits, chosen, found.logprobs, ids, temperature=self.temperature, group=self.group
         )
-        both = torch.cat((ids.float(), logprobs), 1)
-        both = both if positions is None else spread(both, positions, len(targets))
+        both = inputs.spread(torch.cat((ids.float(), logprobs), 1))
         return inputs.batch, torch.where(inputs.batch["loss_mask"][:, None], both, 0.0)
-
-
-def spread(values: Tensor, positions: Tensor, length: int) -> Tensor:
-    """Put values [N, ...] of some positions where they belong, [length, ...]; 0 elsewhere."""
-    return values.new_zeros(length, *values.shape[1:]).index_copy(0, positions, values)
 
 
 def _run_model(micro_batches: Iterator[Inputs], model: Any) -> tuple[Inputs, Tensor]:

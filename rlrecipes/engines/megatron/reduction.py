@@ -1,4 +1,4 @@
-"""Metrics of a train step over micro-batches and ranks. Owns their sums and means; refuses to name them."""
+"""Metrics of a train step over micro-batches and ranks. Owns their sums, means and the summary of what they count."""
 
 from __future__ import annotations
 

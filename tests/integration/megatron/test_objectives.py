@@ -22,24 +22,15 @@ from rank_group import (
     build_trainer_node,
     write_hf_model,
 )
+from test_training import GRPO
 
 from rlrecipes.algos.aggregation import compute_loss_weights
-from rlrecipes.algos.objective import compute_custom_objective, compute_policy_objective, compute_sft_objective
+from rlrecipes.algos.objective import compute_custom_objective, compute_sft_objective
 from rlrecipes.algos.off_policy import OffPolicy
 from rlrecipes.batching.grid import build_grid
 from rlrecipes.config.schema import OptimConfig
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
 from rlrecipes.types import Sample
-
-GRPO = partial(
-    compute_policy_objective,
-    clip_low=0.2,
-    clip_high=0.28,
-    dual_clip=3.0,
-    kl_coef_in_loss=0.05,
-    kl_estimator="k3",
-    entropy_coef=0.01,
-)
 
 
 def compute_squares(batch: Any, logprobs: torch.Tensor, entropy: torch.Tensor | None, *, scale: float) -> Any:
