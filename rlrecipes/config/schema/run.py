@@ -1,0 +1,46 @@
+"""A whole recipe: one section a conf/ group."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlrecipes.config.schema.algo import RlConfig, SftConfig
+from rlrecipes.config.schema.data import DataConfig, RewardConfig
+from rlrecipes.config.schema.model import ModelConfig
+from rlrecipes.config.schema.optim import OptimConfig
+from rlrecipes.config.schema.parallel import ParallelConfig
+from rlrecipes.config.schema.rollout import RolloutConfig
+from rlrecipes.config.schema.schedule import ScheduleConfig, TrackingConfig, WeightSyncConfig
+from rlrecipes.config.schema.section import NonNegativeInt, Section
+from rlrecipes.config.schema.topology import TopologyConfig
+
+
+class RunConfig(Section):
+    """A whole recipe."""
+
+    name: str
+    """Name of the run; also of its directory."""
+    seed: NonNegativeInt
+    """Seed of shuffling and sampling."""
+    deterministic: bool
+    """Whether a rerun gives the same numbers bit for bit (CPU, same layout); slower."""
+    runs_dir: str
+    """Where run directories and the MLflow file live."""
+    run_dir: str
+    """Directory of this run; a run that finds its checkpoint there resumes."""
+    resume: Literal["auto", "never", "required", "accept_changes"]
+    """auto: from the run directory when it holds a checkpoint of the same recipe. never: refuse a used directory.
+    required: refuse an unused one. accept_changes: resume although the recipe changed."""
+    model: ModelConfig
+    algo: Annotated[RlConfig | SftConfig, Field(discriminator="kind")]
+    topology: TopologyConfig
+    parallel: ParallelConfig
+    data: DataConfig
+    reward: RewardConfig
+    rollout: RolloutConfig
+    schedule: ScheduleConfig
+    weight_sync: WeightSyncConfig
+    optim: OptimConfig
+    tracking: TrackingConfig
