@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rlrecipes.config.schema import ModelShapes, OffPolicyConfig, RlConfig, RunConfig
 from rlrecipes.custom import Role, check_custom
@@ -17,6 +18,14 @@ POLICY_LOSS = Role("algo.policy_loss", "algo.policy_loss_options", ("batch", "lo
 _NO_CORRECTION = OffPolicyConfig(correction="none", low=0.0, high=2.0, veto=None, opsm_delta=None, staleness_power=0.0)
 _GREEDY_TEMPERATURE = 1e-6
 """Below it SGLang samples greedily."""
+_UNBUILT: dict[str, tuple[Any, ...]] = {
+    "virtual_pipeline_model_parallel_size": (None, 1),
+    "context_parallel_size": (1,),
+    "expert_model_parallel_size": (1,),
+    "expert_tensor_parallel_size": (None, 1),
+    "recompute_granularity": (None,),
+    "optimizer_cpu_offload": (False,),
+}
 _UNSCALED = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _ENGINE_MARGIN_TOKENS = 8
 """SGLang ends an answer 2 tokens before the context is full, and takes no prompt that leaves fewer than 7 there."""
@@ -236,16 +245,22 @@ def _topology(config: RunConfig) -> Iterator[Problem]:
 
 
 def _weight_sync(config: RunConfig) -> Iterator[Problem]:
-    is_cuda = config.topology.device == "cuda"
-    if is_cuda and config.topology.placement == "colocated" and config.weight_sync.transport == "distributed":
-        fix = "use weight_sync=tensor, or topology.placement=disaggregated"
-        yield Problem("weight_sync.transport", "NCCL cannot join two processes that share a GPU", fix)
+    if config.topology.device != "cuda" or config.weight_sync.transport != "distributed":
+        return
+    for name, model in config.topology.served_models.items():
+        shared = [key for key, group in model.server_groups.items() if group.placement == "colocated"]
+        if model.is_updated and shared:
+            fix = f"use weight_sync=tensor, or placement=disaggregated in topology.served_models.{name}.server_groups"
+            yield Problem("weight_sync.transport", "NCCL cannot join two processes that share a GPU", fix)
 
 
 def _parallel(config: RunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         yield Problem("parallel.sequence_parallel", "splits over TP, which is 1", "raise TP or set it false")
+    for name, neutral in _UNBUILT.items():
+        if getattr(parallel, name) not in neutral:
+            yield Problem(f"parallel.{name}", "is not offered by the trainer yet", f"use {neutral[0]}")
 
 
 def _determinism(config: RunConfig) -> Iterator[Problem]:

@@ -88,8 +88,17 @@ class TrainerNode(Section):
     device: Literal["cpu", "cuda"]
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    context_parallel_size: int
     data_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
     sequence_parallel: bool
+    recompute_granularity: Literal["selective", "full"] | None
+    recompute_method: Literal["uniform", "block"] | None
+    recompute_num_layers: int | None
+    recompute_modules: tuple[str, ...]
+    optimizer_cpu_offload: bool
     max_tokens_per_micro_batch: int
     num_threads: int
     is_deterministic: bool
@@ -110,7 +119,7 @@ class TrainerNode(Section):
     """Built, trained and saved beside the policy; None: there is none."""
     megatron: NativeOptions
     devices: tuple[DeviceNode, ...]
-    """[num_ranks], in rank order (TP fastest, then DP, then PP)."""
+    """[num_ranks], in rank order (TP fastest, then CP, DP, PP)."""
 
     @property
     def num_ranks(self) -> int:
@@ -121,7 +130,7 @@ class TrainerNode(Section):
     def weight_sources(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that gather and send weights, stage by stage: the first data-parallel replica of each."""
         tp = self.tensor_model_parallel_size
-        starts = range(0, self.num_ranks, tp * self.data_parallel_size)
+        starts = range(0, self.num_ranks, tp * self.context_parallel_size * self.data_parallel_size)
         return tuple(tuple(range(start, start + tp)) for start in starts)
 
 

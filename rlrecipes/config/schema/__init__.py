@@ -14,6 +14,7 @@ from rlrecipes.config.schema.algo import (
     RlConfig,
     SftConfig,
 )
+from rlrecipes.config.schema.cluster import ClusterConfig, GpuConfig
 from rlrecipes.config.schema.data import DataConfig, RewardConfig, TasksConfig
 from rlrecipes.config.schema.model import ModelConfig, ModelShapes
 from rlrecipes.config.schema.optim import OptimConfig
@@ -31,15 +32,25 @@ from rlrecipes.config.schema.section import (
     PositiveInt,
     Section,
 )
-from rlrecipes.config.schema.topology import ServedModelConfig, ServerGroupConfig, TopologyConfig
+from rlrecipes.config.schema.topology import (
+    EngineKind,
+    PlacementKind,
+    ServedModelConfig,
+    ServerGroupConfig,
+    TopologyConfig,
+    WorkerType,
+)
 
 __all__ = [
+    "ClusterConfig",
     "CriticConfig",
     "DataConfig",
     "Decay",
     "DistillationConfig",
+    "EngineKind",
     "EvaluationConfig",
     "Fraction",
+    "GpuConfig",
     "KlConfig",
     "ModelConfig",
     "ModelShapes",
@@ -50,6 +61,7 @@ __all__ = [
     "OptimConfig",
     "OverlongConfig",
     "ParallelConfig",
+    "PlacementKind",
     "PositiveFloat",
     "PositiveInt",
     "RewardConfig",
@@ -66,4 +78,5 @@ __all__ = [
     "TopologyConfig",
     "TrackingConfig",
     "WeightSyncConfig",
+    "WorkerType",
 ]

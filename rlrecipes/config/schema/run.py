@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlrecipes.config.schema.algo import RlConfig, SftConfig
+from rlrecipes.config.schema.cluster import ClusterConfig
 from rlrecipes.config.schema.data import DataConfig, RewardConfig
 from rlrecipes.config.schema.model import ModelConfig
 from rlrecipes.config.schema.optim import OptimConfig
@@ -37,6 +38,7 @@ class RunConfig(Section):
     algo: Annotated[RlConfig | SftConfig, Field(discriminator="kind")]
     topology: TopologyConfig
     parallel: ParallelConfig
+    cluster: ClusterConfig
     data: DataConfig
     reward: RewardConfig
     rollout: RolloutConfig

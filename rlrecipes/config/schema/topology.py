@@ -4,20 +4,36 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rlrecipes.config.schema.section import NativeOptions, PositiveFloat, PositiveInt, Section
+from rlrecipes.config.schema.section import NativeOptions, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+WorkerType = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
+EngineKind = Literal["embedded", "sglang", "external"]
+PlacementKind = Literal["colocated", "disaggregated"]
 
 
 class ServerGroupConfig(Section):
     """Engines of one model with the same worker type and layout."""
 
-    worker_type: Literal["regular"]
-    """What the engines do."""
-    engine: Literal["embedded", "sglang"]
-    """embedded: the CPU server shipped here. sglang: the real one."""
+    worker_type: WorkerType
+    """What the engines do. regular: all of it. prefill and decode: one half each, side by side. encoder: images only.
+    placeholder: nothing, its GPUs stay free."""
+    engine: EngineKind
+    """embedded: the CPU server shipped here. sglang: the real one. external: somebody else runs them, at `urls`."""
+    placement: PlacementKind
+    """colocated: on the trainer's GPUs, from the first that no group before it took. disaggregated: on GPUs of its
+    own."""
     num_engines: PositiveInt
     """Server processes."""
     gpus_per_engine: PositiveInt
-    """Tensor-parallel size of one engine."""
+    """TP x PP of one engine."""
+    pipeline_parallel_size: PositiveInt
+    """PP of one engine."""
+    attention_data_parallel_size: PositiveInt
+    """Replicas of attention inside one engine (SGLang's dp_size with DP attention); 1: none."""
+    expert_parallel_size: PositiveInt
+    """EP of one engine."""
+    urls: tuple[str, ...]
+    """Of external engines, http://host:port."""
     python: str | None
     """Interpreter whose environment holds the engine; null: the run's own."""
     start_timeout_s: PositiveFloat
@@ -37,6 +53,8 @@ class ServedModelConfig(Section):
     """Whether weight syncs reach it."""
     router: NativeOptions
     """Options of sglang-router under its own names, e.g. policy."""
+    num_joining_engines: NonNegativeInt
+    """Engines that others start and register at the router; the run waits for so many."""
     server_groups: dict[str, ServerGroupConfig]
     """Named groups of engines."""
 
@@ -46,7 +64,9 @@ class TopologyConfig(Section):
 
     device: Literal["cpu", "cuda"]
     """What trainers and engines compute on."""
-    placement: Literal["colocated", "disaggregated"]
-    """colocated: engines share the trainer's devices. disaggregated: they have their own."""
+    should_offload_trainer: bool
+    """Whether the trainer gives its GPU memory back while colocated engines work."""
+    should_offload_engines: bool
+    """Whether colocated engines give theirs back while the trainer works."""
     served_models: dict[str, ServedModelConfig]
     """Named models; `policy` is the one being trained."""

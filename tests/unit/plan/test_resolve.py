@@ -197,7 +197,7 @@ def test_gpus_are_placed_colocated_or_apart():
     colocated = plan_of("topology.device=cuda", sglang, hosts=hosts)
     assert colocated.trainer.devices[0].gpu == 0
     assert colocated.policy.engines[0].devices[0].gpu == 0
-    apart = plan_of("topology.device=cuda", sglang, "topology.placement=disaggregated", hosts=hosts)
+    apart = plan_of("topology.device=cuda", sglang, "topology.served_models.policy.server_groups.main.placement=disaggregated", hosts=hosts)
     assert apart.policy.engines[0].devices[0].gpu == 1
 
 

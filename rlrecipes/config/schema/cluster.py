@@ -1,0 +1,54 @@
+"""The machines a recipe is resolved for (conf/cluster)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rlrecipes.config.schema.section import PositiveFloat, PositiveInt, Section
+
+
+class GpuConfig(Section):
+    """One kind of GPU, by its maker's figures (conf/gpu)."""
+
+    name: str
+    """As people know it, e.g. H200-SXM."""
+    memory_bytes: PositiveInt
+    """What a process can have of it."""
+    bf16_flops_per_s: PositiveFloat
+    """Dense bf16 matrix multiplication."""
+    fp8_flops_per_s: PositiveFloat | None
+    """Dense fp8 matrix multiplication; null: it has none."""
+    hbm_bytes_per_s: PositiveFloat
+    """Its memory's bandwidth."""
+    nvlink_bytes_per_s: PositiveFloat
+    """To the other GPUs of its node, one direction; PCIe's where it has no NVLink."""
+    source: str
+    """Where the figures stand."""
+
+
+class ClusterConfig(Section):
+    """The machines, all alike (conf/cluster)."""
+
+    name: str
+    """Name in tables; nodes are called <name>-0, <name>-1 ..."""
+    source: Literal["described", "host", "ray", "slurm"]
+    """described: what stands here. host: this machine. ray: the Ray cluster at `address`. slurm: the idle or busy
+    nodes of `partition`. What is read replaces nodes, GPUs, cores and memory; the other figures stay."""
+    address: str | None
+    """Of the Ray cluster, host:port or auto."""
+    partition: str | None
+    """Of SLURM."""
+    num_nodes: PositiveInt | None
+    """Machines; of slurm: how many of the partition's are used, null: all."""
+    gpus_per_node: int | None
+    """GPUs of one machine."""
+    cpus_per_node: PositiveInt | None
+    """Cores of one machine."""
+    memory_bytes_per_node: PositiveInt | None
+    """Main memory of one machine."""
+    disk_bytes: PositiveInt | None
+    """Free space under runs_dir; null: this machine's is read where source is host, else it is not judged."""
+    nic_bytes_per_s: PositiveFloat
+    """Network of one GPU to other nodes, one direction."""
+    gpu: GpuConfig | None
+    """What each GPU is; null: nothing is said of memory and time."""
