@@ -1,4 +1,4 @@
-"""Process -> node -> GPU, by arithmetic over the described cluster. Deterministic; says why things lie where they do."""
+"""Process -> node -> GPU: arithmetic over the described cluster. Deterministic; says why things lie where they lie."""
 
 from __future__ import annotations
 
