@@ -16,7 +16,7 @@ from rlrecipes.config.schema.algo import (
 )
 from rlrecipes.config.schema.cluster import ClusterConfig, GpuConfig
 from rlrecipes.config.schema.data import DataConfig, RewardConfig, TasksConfig
-from rlrecipes.config.schema.model import ModelConfig, ModelShapes
+from rlrecipes.config.schema.model import Family, ModelConfig, ModelShapes
 from rlrecipes.config.schema.optim import OptimConfig
 from rlrecipes.config.schema.parallel import ParallelConfig
 from rlrecipes.config.schema.rollout import EvaluationConfig, RolloutConfig, SamplingConfig
@@ -49,6 +49,7 @@ __all__ = [
     "DistillationConfig",
     "EngineKind",
     "EvaluationConfig",
+    "Family",
     "Fraction",
     "GpuConfig",
     "KlConfig",
