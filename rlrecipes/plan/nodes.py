@@ -15,7 +15,9 @@ from pydantic import Field, ValidationError
 
 from rlrecipes.config.origins import origin_of
 from rlrecipes.config.schema import (
+    ClusterSource,
     DataConfig,
+    GpuConfig,
     ModelShapes,
     NativeOptions,
     OptimConfig,
@@ -53,6 +55,19 @@ class HostNode(Section):
     num_cpus: int
     num_gpus: int
     memory_bytes: int
+
+
+class ClusterNode(Section):
+    """What the machines have in common."""
+
+    name: str
+    source: ClusterSource
+    gpu: GpuConfig | None
+    """What each GPU is; None: nothing is said of memory and time."""
+    nic_bytes_per_s: float
+    """Network of one GPU to other nodes, one direction."""
+    disk_bytes: int | None
+    """Free under runs_dir when the Plan was made; None: unknown."""
 
 
 class ModelNode(Section):
@@ -207,6 +222,7 @@ class Plan(Section):
     resume: Literal["auto", "never", "required", "accept_changes"]
     seed: int
     is_deterministic: bool
+    cluster: ClusterNode
     hosts: tuple[HostNode, ...]
     model: ModelNode
     algo: Annotated[RlConfig | SftConfig, Field(discriminator="kind")]
@@ -250,9 +266,9 @@ class Plan(Section):
 
     @property
     def hash(self) -> str:
-        """16 hex digits over everything but notes, changes and provenance; equal Plans run equally."""
+        """16 hex digits over everything but notes, changes, provenance and free disk; equal Plans run equally."""
         data = self.to_data()
-        del data["provenance"], data["changes"], data["notes"]
+        del data["provenance"], data["changes"], data["notes"], data["cluster"]["disk_bytes"]
         canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

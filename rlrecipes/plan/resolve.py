@@ -11,12 +11,14 @@ from rlrecipes.config.schema import CriticConfig, ModelConfig, ModelShapes, RlCo
 from rlrecipes.errors import ConfigError, Problem
 from rlrecipes.plan.checks import check_recipe
 from rlrecipes.plan.commands import to_engine_command, to_engine_env, to_router_command
+from rlrecipes.plan.cluster import to_cluster_node
 from rlrecipes.plan.difference import flatten
 from rlrecipes.plan.facts import compute_flops_per_token, compute_num_parameters, read_shapes
 from rlrecipes.plan.native import judge_native
 from rlrecipes.plan.nodes import (
     PLAN_VERSION,
     BatchNode,
+    ClusterNode,
     CriticNode,
     DeviceNode,
     HostNode,
@@ -37,15 +39,19 @@ def resolve(
     origins: Mapping[str, str],
     earlier: Sequence[Problem] = (),
     others: Sequence[Problem] = (),
+    cluster: ClusterNode | None = None,
+    notes: Sequence[str] = (),
 ) -> Plan:
     """Resolve a recipe into a Plan.
 
     Args:
         config: a valid recipe.
-        hosts: the machines of the cluster.
+        hosts: the machines of the cluster; none where they could not be told, which is among the problems.
         origins: dotted path -> where it was set.
         earlier: problems of single values, to be told with those found here; defaults stand in for them.
         others: problems found elsewhere, of parts that this room cannot see; they get their origin here.
+        cluster: settled; None: as the recipe says.
+        notes: of what was settled elsewhere.
 
     Raises:
         ConfigError: every problem found.
@@ -55,7 +61,7 @@ def resolve(
     problems += check_recipe(config, shapes)
     native = judge_native(config)
     problems += native.problems
-    placement = place(config, hosts, problems)
+    placement = place(config, hosts, problems) if hosts else Placement()
     if earlier or problems or shapes is None:
         wrong = {problem.where for problem in earlier}
         found = [dataclasses.replace(p, origin=origin_of(dict(origins), p.where)) for p in problems]
@@ -69,6 +75,7 @@ def resolve(
         resume=config.resume,
         seed=config.seed,
         is_deterministic=config.deterministic,
+        cluster=cluster or to_cluster_node(config.cluster),
         hosts=hosts,
         model=_model(config.model, shapes, is_random, config.run_dir),
         algo=config.algo,
@@ -82,7 +89,7 @@ def resolve(
         rollout=config.rollout,
         schedule=config.schedule,
         tracking=config.tracking,
-        notes=(*_notes(config), *placement.notes, *native.notes),
+        notes=(*_notes(config), *notes, *placement.notes, *native.notes),
         changes=_changes(config, dict(origins)),
         provenance=dict(origins),
     )

@@ -27,6 +27,7 @@ _MAY_CHANGE = (
     "provenance",
     "changes",
     "notes",
+    "cluster",
     "hosts",
     "version",
     "resume",

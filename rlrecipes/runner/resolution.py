@@ -1,16 +1,19 @@
-"""A composed recipe resolved for this host. Owns judging what the plan room cannot see: parts by name."""
+"""A composed recipe resolved for its cluster. Owns judging what the plan room cannot see: parts by name, Ray."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlrecipes.config.compose import ComposedRecipe
-from rlrecipes.plan.cluster import read_local_hosts
+from rlrecipes.plan.cluster import read_cluster
+from rlrecipes.plan.hosts import FoundHost
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.plan.resolve import resolve
 from rlrecipes.rewards.registry import check_reward
 
 
 def resolve_recipe(recipe: ComposedRecipe) -> Plan:
-    """Resolve a recipe into a Plan for this host; imports no torch and starts nothing.
+    """Resolve a recipe into a Plan for its cluster; imports no torch and starts nothing.
 
     Args:
         recipe: composed; its problems are told with those found here.
@@ -18,6 +21,13 @@ def resolve_recipe(recipe: ComposedRecipe) -> Plan:
     Raises:
         ConfigError: every problem found.
     """
-    reward = recipe.config.reward
-    problems = check_reward(reward.name, reward.options)
-    return resolve(recipe.config, read_local_hosts(), recipe.origins, recipe.problems, problems)
+    config = recipe.config
+    problems = check_reward(config.reward.name, config.reward.options)
+    cluster = read_cluster(config.cluster, config.runs_dir, problems, _read_ray_hosts)
+    return resolve(config, cluster.hosts, recipe.origins, recipe.problems, problems, cluster.node, cluster.notes)
+
+
+def _read_ray_hosts(address: str) -> Sequence[FoundHost]:
+    from rlrecipes.runner.cluster import read_ray_hosts
+
+    return read_ray_hosts(address)

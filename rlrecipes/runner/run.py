@@ -11,6 +11,7 @@ from pathlib import Path
 from rlrecipes.config.schema import RlConfig
 from rlrecipes.engines.sglang.process import find_free_port
 from rlrecipes.errors import ConfigError, Interrupted
+from rlrecipes.plan.cluster import check_is_here
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.rollout.evaluation import EvaluationResult, run_evaluation
 from rlrecipes.runner.build import (
@@ -59,10 +60,11 @@ def run_plan(plan: Plan) -> RunResult:
         plan: the Plan.
 
     Raises:
-        InputError: a file or the run directory does not fit; nothing was started.
+        InputError: a file, the run directory or this machine does not fit; nothing was started.
         RunError: the run failed; the last checkpoint stands.
         Interrupted: a signal stopped it in order.
     """
+    check_is_here(plan)
     run_dir = Path(plan.run_dir)
     with RunLock(run_dir):
         store = CheckpointStore(run_dir, plan.schedule.num_kept_checkpoints)
@@ -229,6 +231,7 @@ def run_held_out_evaluation(plan: Plan) -> EvaluationResult:
     if plan.model.is_random:
         problem = "the recipe's model has random weights: there is nothing to measure"
         raise ConfigError("model.path", problem, f"train first, then give model=hf model.path={plan.run_dir}/hf")
+    check_is_here(plan)
     reward = build_plan_reward(plan)
     write_tasks(plan)
     inputs = build_inputs(plan, reward, should_train=False)

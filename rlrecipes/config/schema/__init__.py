@@ -14,7 +14,7 @@ from rlrecipes.config.schema.algo import (
     RlConfig,
     SftConfig,
 )
-from rlrecipes.config.schema.cluster import ClusterConfig, GpuConfig
+from rlrecipes.config.schema.cluster import ClusterConfig, ClusterSource, GpuConfig
 from rlrecipes.config.schema.data import DataConfig, RewardConfig, TasksConfig
 from rlrecipes.config.schema.model import Family, ModelConfig, ModelShapes
 from rlrecipes.config.schema.optim import OptimConfig
@@ -43,6 +43,7 @@ from rlrecipes.config.schema.topology import (
 
 __all__ = [
     "ClusterConfig",
+    "ClusterSource",
     "CriticConfig",
     "DataConfig",
     "Decay",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rlrecipes.config.schema.section import PositiveFloat, PositiveInt, Section
+from rlrecipes.config.schema.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+ClusterSource = Literal["described", "host", "ray", "slurm"]
 
 
 class GpuConfig(Section):
@@ -12,6 +14,8 @@ class GpuConfig(Section):
 
     name: str
     """As people know it, e.g. H200-SXM."""
+    device_names: tuple[str, ...]
+    """As its driver, Ray or a SLURM administrator may call it; case, spaces and a leading NVIDIA do not count."""
     memory_bytes: PositiveInt
     """What a process can have of it."""
     bf16_flops_per_s: PositiveFloat
@@ -30,20 +34,20 @@ class ClusterConfig(Section):
     """The machines, all alike (conf/cluster)."""
 
     name: str
-    """Name in tables; nodes are called <name>-0, <name>-1 ..."""
-    source: Literal["described", "host", "ray", "slurm"]
-    """described: what stands here. host: this machine. ray: the Ray cluster at `address`. slurm: the idle or busy
-    nodes of `partition`. What is read replaces nodes, GPUs, cores and memory; the other figures stay."""
+    """Name in tables; described nodes are called <name>-0, <name>-1 ..."""
+    source: ClusterSource
+    """described: what stands here. host: this machine. ray: the Ray cluster at `address`. slurm: the idle and busy
+    nodes of `partition`. What is read need not stand here; where it does, it must agree."""
     address: str | None
     """Of the Ray cluster, host:port or auto."""
     partition: str | None
-    """Of SLURM."""
+    """Of SLURM; null: the default one."""
     num_nodes: PositiveInt | None
-    """Machines; of slurm: how many of the partition's are used, null: all."""
-    gpus_per_node: int | None
+    """Machines; of what is read: how many are used, those with most GPUs first; null: all."""
+    gpus_per_node: NonNegativeInt | None
     """GPUs of one machine."""
     cpus_per_node: PositiveInt | None
-    """Cores of one machine."""
+    """Cores of one machine, as its operating system counts them."""
     memory_bytes_per_node: PositiveInt | None
     """Main memory of one machine."""
     disk_bytes: PositiveInt | None
@@ -51,4 +55,5 @@ class ClusterConfig(Section):
     nic_bytes_per_s: PositiveFloat
     """Network of one GPU to other nodes, one direction."""
     gpu: GpuConfig | None
-    """What each GPU is; null: nothing is said of memory and time."""
+    """What each GPU is, chosen with gpu@cluster.gpu=NAME; null: read where it can be, else nothing is said of memory and
+    time."""

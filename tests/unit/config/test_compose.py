@@ -113,11 +113,12 @@ class Block:
             raise ImportError('blocked: ' + name)
 sys.meta_path.insert(0, Block())
 from rlrecipes.config.compose import compose
-from rlrecipes.plan.cluster import read_local_hosts
+from rlrecipes.plan.cluster import read_cluster
 from rlrecipes.plan.resolve import resolve
 from rlrecipes.plan.rendering import print_plan
 recipe = compose(['recipe=quickstart_sft'])
-plan = resolve(recipe.config, read_local_hosts(), recipe.origins)
+cluster = read_cluster(recipe.config.cluster, 'runs', [], read_ray_hosts=list)
+plan = resolve(recipe.config, cluster.hosts, recipe.origins, cluster=cluster.node)
 print_plan(plan)
 print(plan.hash)
 """
