@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from rlrecipes.config.schema import NativeOptions, RunConfig, ServerGroupConfig
+from rlrecipes.config.schema import NativeOptions, RunConfig, ServedModelConfig, ServerGroupConfig
 
 _HOST = "127.0.0.1"
 
@@ -25,14 +25,26 @@ def to_flags(native: NativeOptions) -> Iterator[str]:
             yield from (flag, str(value))
 
 
-def to_engine_command(group: ServerGroupConfig, config: RunConfig, number: int, index: int) -> tuple[str, ...]:
-    """The command line of one engine, with placeholders for what only its host knows.
+def to_engine_command(
+    group: ServerGroupConfig,
+    config: RunConfig,
+    number: int,
+    index: int,
+    *,
+    has_encoders: bool,
+    node_rank: int,
+    num_nodes: int,
+) -> tuple[str, ...]:
+    """The command line of one engine's process, with placeholders for what only its host knows.
 
     Args:
         group: the server group.
         config: the recipe.
         number: of the engine in its group; a port the recipe names is the first engine's, the next takes the next.
         index: of the engine among all, which sets its seed.
+        has_encoders: whether encoders of the same model take the images.
+        node_rank: of the process in its engine.
+        num_nodes: that the engine spans.
     """
     module = "rlrecipes.engines.embedded.server" if group.engine == "embedded" else "sglang.launch_server"
     options = dict(group.sglang)
@@ -40,28 +52,57 @@ def to_engine_command(group: ServerGroupConfig, config: RunConfig, number: int, 
     port = "{port}" if first_port is None else str(first_port + number)
     words = ["{python}", "-m", module, "--model-path", "{model_path}", "--host", _HOST, "--port", port]
     words += ["--dtype", config.model.dtype, "--random-seed", str(config.seed + index)]
-    if group.gpus_per_engine > 1:
-        words += ["--tp-size", str(group.gpus_per_engine)]
-    native: NativeOptions = {}
+    native = _layout_options(group) | _role_options(group, has_encoders=has_encoders)
     if config.deterministic:
         native["enable_deterministic_inference"] = True
     if group.engine == "sglang" and config.topology.device == "cpu":
         native |= _SGLANG_CPU
+    if config.topology.should_offload_engines and group.placement == "colocated":
+        native["enable_memory_saver"] = True
+    if num_nodes > 1:
+        native |= {"nnodes": num_nodes, "node_rank": node_rank, "dist_init_addr": "{dist_init_addr}"}
     return (*words, *to_flags(native | options))
 
 
-def to_engine_env(group: ServerGroupConfig, config: RunConfig) -> dict[str, str]:
-    """Environment of one engine; the recipe's own entries win.
+def _layout_options(group: ServerGroupConfig) -> NativeOptions:
+    """What differs from one process on one GPU."""
+    native: NativeOptions = {}
+    tp = group.gpus_per_engine // group.pipeline_parallel_size
+    sizes = {"tp_size": tp, "pp_size": group.pipeline_parallel_size, "ep_size": group.expert_parallel_size}
+    native |= {name: size for name, size in sizes.items() if size > 1}
+    if group.attention_data_parallel_size > 1:
+        native |= {"dp_size": group.attention_data_parallel_size, "enable_dp_attention": True}
+    return native
+
+
+def _role_options(group: ServerGroupConfig, *, has_encoders: bool) -> NativeOptions:
+    if group.worker_type == "encoder":
+        return {"encoder_only": True}
+    native: NativeOptions = {}
+    if group.worker_type in ("prefill", "decode"):
+        native["disaggregation_mode"] = group.worker_type
+    if group.worker_type == "prefill":
+        native["disaggregation_bootstrap_port"] = "{bootstrap_port}"
+    if has_encoders and group.worker_type in ("regular", "prefill"):
+        native |= {"language_only": True, "encoder_urls": ["{encoder_urls}"]}
+    return native
+
+
+def to_engine_env(group: ServerGroupConfig, config: RunConfig, gpus: Sequence[int]) -> dict[str, str]:
+    """Environment of one process of an engine; the recipe's own entries win.
 
     Args:
         group: the server group.
         config: the recipe.
+        gpus: of its node that it may use.
     """
     env = {"HF_HUB_OFFLINE": "1"}
     if config.topology.device == "cpu":
         env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         if group.engine == "sglang":
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": "{standins}"}
+    else:
+        env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     return env | group.env
 
 
@@ -76,14 +117,14 @@ _SGLANG_CPU: NativeOptions = {
 }
 
 
-def to_router_command(native: NativeOptions, request_timeout_s: float) -> tuple[str, ...]:
+def to_router_command(model: ServedModelConfig, request_timeout_s: float) -> tuple[str, ...]:
     """The command line of the router in front of one model.
 
     Retries and the circuit breaker are off: a failed generation is the collector's to see, and a worker that
     answers slowly while weights are synced is not a broken one.
 
     Args:
-        native: the recipe's router section.
+        model: the recipe's served model.
         request_timeout_s: longest time of one request.
     """
     own: NativeOptions = {
@@ -95,7 +136,11 @@ def to_router_command(native: NativeOptions, request_timeout_s: float) -> tuple[
         "prometheus_port": "{metrics_port}",  # its default is one port for all routers of a host
         "log_level": "warn",
     }
-    port = str(native.get("port", "{port}"))
-    options = own | {name: value for name, value in native.items() if name != "port"}
+    port = str(model.router.get("port", "{port}"))
+    options = own | {name: value for name, value in model.router.items() if name != "port"}
     words = ["{python}", "-m", "sglang_router.launch_router", "--host", _HOST, "--port", port]
-    return (*words, "--worker-urls", "{worker_urls}", *to_flags(options))
+    if any(group.worker_type == "prefill" for group in model.server_groups.values()):
+        workers = ["--pd-disaggregation", "{prefill_urls}", "{decode_urls}"]
+    else:
+        workers = ["--worker-urls", "{worker_urls}"]
+    return (*words, *workers, *to_flags(options))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,10 +18,13 @@ from rlrecipes.config.origins import origin_of
 from rlrecipes.config.schema import (
     ClusterSource,
     DataConfig,
+    EngineKind,
+    Family,
     GpuConfig,
     ModelShapes,
     NativeOptions,
     OptimConfig,
+    PlacementKind,
     RewardConfig,
     RlConfig,
     RolloutConfig,
@@ -29,11 +33,14 @@ from rlrecipes.config.schema import (
     SftConfig,
     TrackingConfig,
     WeightSyncConfig,
+    WorkerType,
 )
 from rlrecipes.config.validation import to_problems
 from rlrecipes.errors import ConfigError
 
 PLAN_VERSION = 1
+POLICY = "policy"
+"""Name of the served model that is being trained."""
 
 
 class DeviceNode(Section):
@@ -74,7 +81,7 @@ class ModelNode(Section):
     """The trained model, its facts settled."""
 
     name: str
-    family: Literal["qwen2", "qwen3", "llama"]
+    family: Family
     path: str
     """HF directory; made at start when ``is_random``."""
     is_random: bool
@@ -142,6 +149,32 @@ class TrainerNode(Section):
         return len(self.devices)
 
     @property
+    def sample_multiple(self) -> int:
+        """Each sample is padded to a multiple of so many tokens: CP cuts it into two chunks a rank."""
+        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Each micro-batch is padded to a multiple of so many tokens: SP splits a CP rank's share over TP."""
+        tp = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return math.lcm(self.sample_multiple, tp * self.context_parallel_size)
+
+    @property
+    def num_micro_batches_multiple(self) -> int:
+        """Each rank gets a multiple of so many micro-batches: model chunks take turns in groups of PP."""
+        return self.pipeline_model_parallel_size if self.num_model_chunks > 1 else 1
+
+    @property
+    def num_model_chunks(self) -> int:
+        """Of one rank; more than one shorten the pipeline's bubble."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def max_micro_batch_tokens(self) -> int:
+        """Most tokens of a micro-batch over all CP ranks; also the longest trainable sample."""
+        return self.max_tokens_per_micro_batch * self.context_parallel_size
+
+    @property
     def weight_sources(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that gather and send weights, stage by stage: the first data-parallel replica of each."""
         tp = self.tensor_model_parallel_size
@@ -152,8 +185,9 @@ class TrainerNode(Section):
 class ProcessNode(Section):
     """One process to start.
 
-    ``command`` may hold ``{python}``, ``{port}``, ``{metrics_port}``, ``{model_path}`` and ``{worker_urls}``, filled
-    in on its host; ``env`` may hold ``{standins}``.
+    ``command`` may hold ``{python}``, ``{port}``, ``{metrics_port}``, ``{bootstrap_port}``, ``{dist_init_addr}``,
+    ``{model_path}``, ``{encoder_urls}``, ``{worker_urls}``, ``{prefill_urls}`` and ``{decode_urls}``, filled in on its
+    host; ``env`` may hold ``{standins}``.
     """
 
     name: str
@@ -162,16 +196,27 @@ class ProcessNode(Section):
     python: str | None
     devices: tuple[DeviceNode, ...]
     start_timeout_s: float
+    followers: tuple[ProcessNode, ...] = ()
+    """Processes of the same engine on further nodes, in rank order."""
 
 
 class ServerGroupNode(Section):
     """Engines with the same worker type and layout."""
 
     name: str
-    worker_type: Literal["regular"]
-    engine: Literal["embedded", "sglang"]
+    worker_type: WorkerType
+    engine: EngineKind
+    placement: PlacementKind
     gpus_per_engine: int
+    pipeline_parallel_size: int
+    attention_data_parallel_size: int
+    expert_parallel_size: int
     engines: tuple[ProcessNode, ...]
+    """Started by the run; none of an external group or a placeholder."""
+    urls: tuple[str, ...]
+    """Of engines that others run."""
+    reserved: tuple[DeviceNode, ...]
+    """Devices that a placeholder keeps free."""
 
 
 class ServedModelNode(Section):
@@ -181,11 +226,13 @@ class ServedModelNode(Section):
     path: str
     is_updated: bool
     router: ProcessNode
+    num_joining_engines: int
+    join_timeout_s: float
     server_groups: tuple[ServerGroupNode, ...]
 
     @property
     def engines(self) -> tuple[ProcessNode, ...]:
-        """Engines of all groups, in order."""
+        """Engines that the run starts, of all groups, in order."""
         return tuple(engine for group in self.server_groups for engine in group.engines)
 
 
@@ -210,6 +257,7 @@ class SyncRouteNode(Section):
     served_model: str
     transport: Literal["tensor", "distributed", "disk"]
     num_receiving_ranks: int
+    """Of engines that the run starts; those of others are counted when it meets them."""
 
 
 class Plan(Section):
@@ -246,7 +294,7 @@ class Plan(Section):
     @property
     def policy(self) -> ServedModelNode | None:
         """The served model being trained; None where nothing is served (SFT without evaluation)."""
-        return next((model for model in self.served_models if model.name == "policy"), None)
+        return next((model for model in self.served_models if model.name == POLICY), None)
 
     def to_data(self) -> dict[str, Any]:
         """Plain data of the whole Plan."""

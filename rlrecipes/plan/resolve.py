@@ -10,7 +10,6 @@ from rlrecipes.config.origins import Origins, origin_of, read_default_files
 from rlrecipes.config.schema import CriticConfig, ModelConfig, ModelShapes, RlConfig, RunConfig, ScheduleConfig
 from rlrecipes.errors import ConfigError, Problem
 from rlrecipes.plan.checks import check_recipe
-from rlrecipes.plan.commands import to_engine_command, to_engine_env, to_router_command
 from rlrecipes.plan.cluster import to_cluster_node
 from rlrecipes.plan.difference import flatten
 from rlrecipes.plan.facts import compute_flops_per_token, compute_num_parameters, read_shapes
@@ -20,17 +19,13 @@ from rlrecipes.plan.nodes import (
     BatchNode,
     ClusterNode,
     CriticNode,
-    DeviceNode,
     HostNode,
     ModelNode,
     Plan,
-    ProcessNode,
-    ServedModelNode,
-    ServerGroupNode,
-    SyncRouteNode,
     TrainerNode,
 )
 from rlrecipes.plan.placement import Placement, place
+from rlrecipes.plan.serving import build_served_models, build_sync_routes
 
 
 def resolve(
@@ -66,7 +61,7 @@ def resolve(
         wrong = {problem.where for problem in earlier}
         found = [dataclasses.replace(p, origin=origin_of(dict(origins), p.where)) for p in problems]
         raise ConfigError.from_problems([*earlier, *(p for p in found if p.where not in wrong)])
-    served = _served_models(config, placement)
+    served = build_served_models(config, placement)
     return Plan(
         version=PLAN_VERSION,
         name=config.name,
@@ -83,7 +78,7 @@ def resolve(
         trainer=_trainer(config, placement),
         served_models=served,
         weight_sync=config.weight_sync,
-        sync_routes=_sync_routes(config, served),
+        sync_routes=build_sync_routes(config, served),
         data=config.data,
         reward=config.reward,
         rollout=config.rollout,
@@ -172,64 +167,6 @@ def _critic(critic: CriticConfig, schedule: ScheduleConfig) -> CriticNode:
         path=critic.path,
         optim=critic.optim,
         num_train_steps_total=schedule.num_steps * schedule.num_train_steps,
-    )
-
-
-def _served_models(config: RunConfig, placement: Placement) -> tuple[ServedModelNode, ...]:
-    if not isinstance(config.algo, RlConfig) and config.data.eval_path is None:
-        return ()  # SFT that evaluates nothing asks no engine
-    served, index = [], 0
-    for name, model in config.topology.served_models.items():
-        groups = []
-        for group_name, group in model.server_groups.items():
-            engines = []
-            for number in range(group.num_engines):
-                engines.append(
-                    ProcessNode(
-                        name=f"{name}-{group_name}-{number}",
-                        command=to_engine_command(group, config, number, index),
-                        env=to_engine_env(group, config),
-                        python=group.python,
-                        devices=placement.engines[name, group_name, number],
-                        start_timeout_s=group.start_timeout_s,
-                    )
-                )
-                index += 1
-            groups.append(
-                ServerGroupNode(
-                    name=group_name,
-                    worker_type=group.worker_type,
-                    engine=group.engine,
-                    gpus_per_engine=group.gpus_per_engine,
-                    engines=tuple(engines),
-                )
-            )
-        router = ProcessNode(
-            name=f"{name}-router",
-            command=to_router_command(model.router, config.rollout.request_timeout_s),
-            env={},
-            python=None,
-            devices=(DeviceNode(node=0, gpu=None),),
-            start_timeout_s=60.0,
-        )
-        path = model.path or config.model.path or f"{config.run_dir}/initial"
-        served.append(
-            ServedModelNode(
-                name=name, path=path, is_updated=model.is_updated, router=router, server_groups=tuple(groups)
-            )
-        )
-    return tuple(served)
-
-
-def _sync_routes(config: RunConfig, served: tuple[ServedModelNode, ...]) -> tuple[SyncRouteNode, ...]:
-    return tuple(
-        SyncRouteNode(
-            served_model=model.name,
-            transport=config.weight_sync.transport,
-            num_receiving_ranks=sum(group.gpus_per_engine * len(group.engines) for group in model.server_groups),
-        )
-        for model in served
-        if model.is_updated
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlrecipes.engines.sglang.client import EngineClient
 from rlrecipes.errors import Interrupted
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.rollout.collector import Collection, Collector, CollectProgress
@@ -19,7 +20,7 @@ from rlrecipes.runner.build import Inputs
 from rlrecipes.runner.checkpoint import CheckpointStore, RunState
 from rlrecipes.runner.cluster import TrainerGroup
 from rlrecipes.runner.faults import StopRequest
-from rlrecipes.runner.servers import ServedModel
+from rlrecipes.runner.servers import Serving
 from rlrecipes.runner.training import Learner
 from rlrecipes.tracking.environment import measure_system
 from rlrecipes.tracking.progress import Progress
@@ -33,7 +34,7 @@ _POLL_INTERVAL_S = 0.1
 class Parts:
     """What the loop drives; runner/run.py builds and closes them.
 
-    ``policy``, ``collector`` and ``eval_generator`` are None where the run serves nothing (SFT without evaluation),
+    ``serving``, ``collector`` and ``eval_generator`` are None where the run serves nothing (SFT without evaluation),
     ``collector`` also for SFT.
     """
 
@@ -45,7 +46,7 @@ class Parts:
     tracker: Tracker
     progress: Progress
     stop: StopRequest
-    policy: ServedModel | None
+    serving: Serving | None
     collector: Collector | None
     eval_generator: GroupGenerator | None
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -104,7 +105,7 @@ class Loop:
 
     async def _start(self) -> None:
         """Engines hold the initial weights from disk; a resumed trainer has moved on. One sync settles it."""
-        if self._parts.policy is None:
+        if self._parts.serving is None:
             return
         metrics = await self._sync(self._weight_version)
         if self._step == 0:
@@ -139,14 +140,13 @@ class Loop:
         return self._parts.eval_generator is not None and (is_last or is_interval)
 
     async def _learn_from_rollouts(self) -> dict[str, float]:
-        collector, policy = self._parts.collector, self._parts.policy
-        if collector is None or policy is None:
+        collector, serving = self._parts.collector, self._parts.serving
+        if collector is None or serving is None:
             raise RuntimeError("RL needs a collector and engines")
-        policy.check_alive()
-        collection, kv_use = await self._parts.stop.run(self._collect(collector, policy))
-        metrics = compute_rollout_metrics(
-            collection, num_gpus=sum(e.num_ranks for e in policy.engines), weight_version=self._weight_version
-        )
+        serving.check_alive()
+        collection, kv_use = await self._parts.stop.run(self._collect(collector, serving))
+        num_gpus = sum(engine.num_ranks for engine in serving.policy_engines)
+        metrics = compute_rollout_metrics(collection, num_gpus=num_gpus, weight_version=self._weight_version)
         metrics |= {"rollout/kv_cache_use_fraction": kv_use, "buffer/num_groups": float(collector.num_waiting_groups)}
         metrics |= await self._parts.learner.train_groups(
             collection.groups, step=self._step, weight_version=self._weight_version
@@ -154,7 +154,7 @@ class Loop:
         collector.confirm_trained()
         return metrics
 
-    async def _collect(self, collector: Collector, policy: ServedModel) -> tuple[Collection, float]:
+    async def _collect(self, collector: Collector, serving: Serving) -> tuple[Collection, float]:
         def show(progress: CollectProgress) -> None:
             rate = progress.num_tokens / max(progress.elapsed_s, 1e-9)
             self._parts.progress.update_rollout(
@@ -167,8 +167,8 @@ class Loop:
             nonlocal peak
             while True:
                 await asyncio.sleep(_POLL_INTERVAL_S)
-                policy.check_alive()
-                loads = await asyncio.gather(*(engine.client.load() for engine in policy.engines))
+                serving.check_alive()
+                loads = await asyncio.gather(*(engine.client.load() for engine in serving.policy_engines))
                 peak = max(peak, *(load.kv_cache_use_fraction for load in loads))
 
         collecting = asyncio.create_task(collector.collect(self._plan.batch.prompts_per_step, show))
@@ -194,9 +194,10 @@ class Loop:
         return metrics
 
     async def _sync(self, version: int) -> dict[str, float]:
-        policy = self._parts.policy
-        if policy is None:
+        serving = self._parts.serving
+        if serving is None:
             return {}
+        clients = [engine.client for engine in serving.updated_engines]
         config = self._plan.weight_sync
         started_s = time.monotonic()
         should_verify = config.verify_interval > 0 and self._num_syncs % config.verify_interval == 0
@@ -205,13 +206,13 @@ class Loop:
         async def send() -> dict[str, str]:
             nonlocal num_bytes
             if config.transport == "disk":
-                num_bytes = await self._send_by_disk(policy, version)
+                num_bytes = await self._send_by_disk(clients, version)
                 return (await self._send_by_ranks(True, should_send=False))[0] if should_verify else {}
             checksums, num_bytes = await self._send_by_ranks(should_verify, should_send=True)
             return checksums
 
         await run_sync(
-            [engine.client for engine in policy.engines],
+            clients,
             send,
             version=version,
             pause_mode=config.pause_mode,
@@ -238,10 +239,10 @@ class Loop:
                 num_bytes += sent
         return checksums, num_bytes
 
-    async def _send_by_disk(self, policy: ServedModel, version: int) -> int:
+    async def _send_by_disk(self, clients: Sequence[EngineClient], version: int) -> int:
         path = (Path(self._plan.run_dir) / "weights" / f"v{version:06d}").absolute()
         await self._parts.trainers.run("export_hf", str(path), self._plan.model.path)
-        await asyncio.gather(*(engine.client.update_weights_from_disk(str(path)) for engine in policy.engines))
+        await asyncio.gather(*(client.update_weights_from_disk(str(path)) for client in clients))
         for old in path.parent.iterdir():
             if old != path:
                 shutil.rmtree(old)

@@ -12,7 +12,7 @@ from rlrecipes.config.schema import RlConfig
 from rlrecipes.engines.sglang.process import find_free_port
 from rlrecipes.errors import ConfigError, Interrupted
 from rlrecipes.plan.cluster import check_is_here
-from rlrecipes.plan.nodes import Plan
+from rlrecipes.plan.nodes import POLICY, Plan
 from rlrecipes.rollout.evaluation import EvaluationResult, run_evaluation
 from rlrecipes.runner.build import (
     Inputs,
@@ -28,7 +28,7 @@ from rlrecipes.runner.cluster import TrainerGroup
 from rlrecipes.runner.faults import RunLock, StopRequest
 from rlrecipes.runner.loop import Loop, Parts
 from rlrecipes.runner.preparation import run_preparation, write_tasks
-from rlrecipes.runner.servers import ServedModel
+from rlrecipes.runner.servers import Serving
 from rlrecipes.runner.training import Learner, build_objective
 from rlrecipes.tracking.progress import build_progress
 from rlrecipes.tracking.tracker import RunStatus, Tracker
@@ -125,10 +125,10 @@ async def _run(
         progress = stack.enter_context(build_progress(plan.schedule.num_steps, plan.name, step))
         if state is not None:
             progress.show(f"resuming {plan.run_dir} after step {step}")
-        policy, trainers = await _start_processes(plan, checkpoint, stack, stop)
+        serving, trainers = await _start_processes(plan, checkpoint, stack, stop)
         collector = eval_generator = None
-        if policy is not None:
-            client = await stack.enter_async_context(build_client(plan, policy.router_url))
+        if serving is not None:
+            client = await stack.enter_async_context(build_client(plan, serving.router_url(POLICY)))
             collector = build_collector(plan, inputs, client) if isinstance(plan.algo, RlConfig) else None
             eval_generator = build_eval_generator(plan, inputs, client) if inputs.eval_prompts else None
         if collector is not None and state is not None:
@@ -142,7 +142,7 @@ async def _run(
             tracker=tracker,
             progress=progress,
             stop=stop,
-            policy=policy,
+            serving=serving,
             collector=collector,
             eval_generator=eval_generator,
         )
@@ -175,22 +175,22 @@ def _start_tracker(plan: Plan, state: RunState | None, stack: AsyncExitStack) ->
 
 async def _start_processes(
     plan: Plan, checkpoint: Path | None, stack: AsyncExitStack, stop: StopRequest
-) -> tuple[ServedModel | None, TrainerGroup]:
+) -> tuple[Serving | None, TrainerGroup]:
     log_dir = Path(plan.run_dir) / "logs"
-    policy = ServedModel(plan.policy, log_dir) if plan.policy is not None else None
+    serving = Serving(plan, log_dir) if plan.served_models else None
     stop.install()
-    if policy is not None:
-        stack.push_async_callback(policy.close)
-        policy.launch()  # engines come up while Ray and the trainers do
+    if serving is not None:
+        stack.push_async_callback(serving.close)
+        serving.launch()  # engines come up while Ray and the trainers do
     trainers = TrainerGroup(plan, log_dir)
     stack.push_async_callback(trainers.close)
     await trainers.launch()
     await stop.run(_start_trainers(plan, trainers, checkpoint))
-    if policy is not None:
-        await stop.run(policy.wait_until_ready())
-        engines = [(engine.url, engine.num_ranks) for engine in policy.engines]
+    if serving is not None:
+        await stop.run(serving.wait_until_ready())
+        engines = [(engine.url, engine.num_ranks) for engine in serving.updated_engines]
         await stop.run(_connect(trainers, plan, engines))
-    return policy, trainers
+    return serving, trainers
 
 
 async def _start_trainers(plan: Plan, trainers: TrainerGroup, checkpoint: Path | None) -> None:
@@ -242,13 +242,11 @@ async def _evaluate(plan: Plan, inputs: Inputs) -> EvaluationResult:
     stop = StopRequest()
     stop.install()
     async with AsyncExitStack() as stack:
-        if plan.policy is None:
-            raise RuntimeError("checked by the caller")
-        policy = ServedModel(plan.policy, Path(plan.run_dir) / "logs")
-        stack.push_async_callback(policy.close)
-        policy.launch()
-        await stop.run(policy.wait_until_ready())
-        client = await stack.enter_async_context(build_client(plan, policy.router_url))
+        serving = Serving(plan, Path(plan.run_dir) / "logs")
+        stack.push_async_callback(serving.close)
+        serving.launch()
+        await stop.run(serving.wait_until_ready())
+        client = await stack.enter_async_context(build_client(plan, serving.router_url(POLICY)))
         work = run_evaluation(
             build_eval_generator(plan, inputs, client),
             inputs.eval_prompts,

@@ -1,34 +1,48 @@
-"""Engines and routers as processes of this host, started together and stopped together."""
+"""Engines and routers as processes of this host, started together and stopped together; and engines others run."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlrecipes.config.schema import WorkerType
 from rlrecipes.engines.sglang.client import EngineClient
-from rlrecipes.engines.sglang.process import STANDINS, ServerProcess, find_free_port, wait_until_workers
-from rlrecipes.plan.nodes import ProcessNode, ServedModelNode
+from rlrecipes.engines.sglang.process import (
+    STANDINS,
+    ServerProcess,
+    find_free_port,
+    wait_until_joined,
+    wait_until_workers,
+)
+from rlrecipes.errors import EngineError
+from rlrecipes.plan.nodes import POLICY, Plan, ProcessNode, ServedModelNode
+
+_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One running engine.
+    """One engine that answers.
 
     Attributes:
         url: where it listens.
-        num_ranks: its tensor-parallel size.
+        worker_type: what it does.
+        num_ranks: its processes that hold weights, TP x PP.
         client: for administration.
-        process: it.
+        process: it; None when somebody else runs it.
+        bootstrap_port: where a prefill engine hands over its KV cache.
     """
 
     url: str
+    worker_type: WorkerType
     num_ranks: int
     client: EngineClient
-    process: ServerProcess
+    process: ServerProcess | None = None
+    bootstrap_port: int | None = None
 
 
 class ServedModel:
@@ -42,38 +56,65 @@ class ServedModel:
     def __init__(self, node: ServedModelNode, log_dir: Path) -> None:
         self._node = node
         self._log_dir = log_dir
-        self._router: ServerProcess | None = None
+        self._processes: list[ServerProcess] = []
         self.engines: list[Engine] = []
         self.router_url = ""
 
     def launch(self) -> None:
-        """Start every engine process; does not wait."""
-        for group in self._node.server_groups:
-            for engine in group.engines:
-                url, process = self._launch(engine, {"model_path": str(Path(self._node.path).absolute())})
-                self.engines.append(Engine(url, group.gpus_per_engine, EngineClient(url), process))
+        """Start every engine process; does not wait. Encoders come first: others are told where they are."""
+        groups = sorted(self._node.server_groups, key=lambda group: group.worker_type != "encoder")
+        for group in groups:
+            for node in group.engines:
+                port, bootstrap_port = _chosen_port(node.command) or find_free_port(), find_free_port()
+                values = {
+                    "model_path": str(Path(self._node.path).absolute()),
+                    "bootstrap_port": str(bootstrap_port),
+                    "encoder_urls": " ".join(self._urls("encoder")),
+                }
+                url, process = self._launch(node, port, values)
+                self.engines.append(
+                    Engine(url, group.worker_type, group.gpus_per_engine, EngineClient(url), process, bootstrap_port)
+                )
 
     async def wait_until_ready(self) -> None:
         """Wait for the engines, then start the router and wait until it knows them all.
 
         Raises:
-            EngineError: one did not come up in time.
+            EngineError: one did not come up in time, or one that others run is not what the recipe says.
         """
-        nodes = self._node.engines
-        await asyncio.gather(
-            *(
-                engine.process.wait_until_ready(engine.url, node.start_timeout_s)
-                for engine, node in zip(self.engines, nodes, strict=True)
-            )
-        )
-        urls = [engine.url for engine in self.engines]
-        self.router_url, self._router = self._launch(self._node.router, {"worker_urls": " ".join(urls)})
-        await self._router.wait_until_ready(self.router_url, self._node.router.start_timeout_s)
-        await wait_until_workers(self.router_url, urls, self._node.router.start_timeout_s)
+        await asyncio.gather(*(self._wait(engine) for engine in self.engines))
+        for group in self._node.server_groups:
+            self.engines += await asyncio.gather(*(_meet(url, group.worker_type) for url in group.urls))
+        await self._start_router()
 
-    def _launch(self, node: ProcessNode, values: Mapping[str, str]) -> tuple[str, ServerProcess]:
+    async def _wait(self, engine: Engine) -> None:
+        timeouts_s = {node.name: node.start_timeout_s for node in self._node.engines}
+        if engine.process is not None:
+            await engine.process.wait_until_ready(engine.url, timeouts_s[engine.process.name])
+
+    async def _start_router(self) -> None:
+        node = self._node.router
+        behind = [engine for engine in self.engines if engine.worker_type != "encoder"]
+        prefill = [f"--prefill {e.url} {e.bootstrap_port}" for e in behind if e.worker_type == "prefill"]
+        values = {
+            "worker_urls": " ".join(engine.url for engine in behind),
+            "prefill_urls": " ".join(prefill),
+            "decode_urls": " ".join(f"--decode {url}" for url in self._urls("decode")),
+        }
+        self.router_url, router = self._launch(node, _chosen_port(node.command) or find_free_port(), values)
+        await router.wait_until_ready(self.router_url, node.start_timeout_s)
+        urls = [engine.url for engine in behind]
+        await wait_until_workers(self.router_url, urls, node.start_timeout_s)
+        if self._node.num_joining_engines:
+            wanted, timeout_s = self._node.num_joining_engines, self._node.join_timeout_s
+            joined = await wait_until_joined(self.router_url, urls, wanted, timeout_s)
+            self.engines += await asyncio.gather(*(_meet(url, None) for url in joined))
+
+    def _urls(self, worker_type: WorkerType) -> Iterable[str]:
+        return (engine.url for engine in self.engines if engine.worker_type == worker_type)
+
+    def _launch(self, node: ProcessNode, port: int, values: Mapping[str, str]) -> tuple[str, ServerProcess]:
         python = str(Path(node.python).absolute()) if node.python else sys.executable
-        port = _chosen_port(node.command) or find_free_port()
         filled = {
             "python": python,
             "port": str(port),
@@ -84,7 +125,8 @@ class ServedModel:
         command = [part for word in node.command for part in _fill(word, filled)]
         env = os.environ | {name: _fill(value, filled)[0] for name, value in node.env.items()}
         process = ServerProcess(node.name, command, env, self._log_dir / f"{node.name}.log")
-        return f"http://127.0.0.1:{port}", process
+        self._processes.append(process)
+        return f"http://{_HOST}:{port}", process
 
     def check_alive(self) -> None:
         """Raise when a process has died.
@@ -92,25 +134,105 @@ class ServedModel:
         Raises:
             EngineError: names it, with the end of its log.
         """
-        processes = [engine.process for engine in self.engines] + ([self._router] if self._router else [])
-        for process in processes:
+        for process in self._processes:
             process.check_alive()
 
     async def close(self) -> None:
-        """Stop router and engines."""
+        """Stop router and engines; engines that others run go on."""
         for engine in self.engines:
             await engine.client.close()
-        processes = ([self._router] if self._router else []) + [engine.process for engine in self.engines]
-        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes))
-        self.engines, self._router = [], None
+        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in reversed(self._processes)))
+        self.engines, self._processes = [], []
+
+
+class Serving:
+    """Every served model of a Plan, by name.
+
+    Args:
+        plan: the Plan.
+        log_dir: one log a process is kept there.
+    """
+
+    def __init__(self, plan: Plan, log_dir: Path) -> None:
+        self._models = {node.name: ServedModel(node, log_dir) for node in plan.served_models}
+        self._updated = [node.name for node in plan.served_models if node.is_updated]
+
+    def __bool__(self) -> bool:
+        return bool(self._models)
+
+    def launch(self) -> None:
+        """Start every engine process; does not wait."""
+        for model in self._models.values():
+            model.launch()
+
+    async def wait_until_ready(self) -> None:
+        """Wait until every model's router knows its engines.
+
+        Raises:
+            EngineError: one did not come up in time.
+        """
+        await asyncio.gather(*(model.wait_until_ready() for model in self._models.values()))
+
+    def check_alive(self) -> None:
+        """Raise when a process has died.
+
+        Raises:
+            EngineError: names it, with the end of its log.
+        """
+        for model in self._models.values():
+            model.check_alive()
+
+    @property
+    def policy_engines(self) -> list[Engine]:
+        """Engines of the model being trained."""
+        return self._models[POLICY].engines
+
+    @property
+    def updated_engines(self) -> list[Engine]:
+        """Engines that weight syncs reach, of all models that are updated; encoders hold no weights of the trainer."""
+        return [e for name in self._updated for e in self._models[name].engines if e.worker_type != "encoder"]
+
+    def router_url(self, name: str) -> str:
+        """Where a model is asked.
+
+        Args:
+            name: of the served model.
+        """
+        return self._models[name].router_url
+
+    async def close(self) -> None:
+        """Stop everything."""
+        await asyncio.gather(*(model.close() for model in self._models.values()))
+
+
+async def _meet(url: str, worker_type: WorkerType | None) -> Engine:
+    """An engine somebody else runs, described by itself.
+
+    Raises:
+        EngineError: it does not answer, or it does something else than the recipe says.
+    """
+    client = EngineClient(url)
+    try:
+        info = await client.server_info()
+    except EngineError:
+        await client.close()
+        raise
+    mode = info.get("disaggregation_mode") or "null"
+    found: WorkerType = "regular" if mode == "null" else "prefill" if mode == "prefill" else "decode"
+    if worker_type not in (None, found):
+        await client.close()
+        fix = f"set worker_type={found}, or name other urls"
+        raise EngineError(f"engine {url}", f"is a {found} worker; the recipe says {worker_type}", fix)
+    num_ranks = int(info.get("tp_size") or 1) * int(info.get("pp_size") or 1)
+    return Engine(url, found, num_ranks, client, None, info.get("disaggregation_bootstrap_port"))
 
 
 def _fill(word: str, values: Mapping[str, str]) -> list[str]:
-    """Placeholders are whole words; anything else in braces is the option's own."""
-    if word == "{worker_urls}":
-        return values["worker_urls"].split()
+    """Placeholders are whole words, those in the plural several; anything else in braces is the option's own."""
     name = word.removeprefix("{").removesuffix("}")
-    return [values[name]] if word == f"{{{name}}}" and name in values else [word]
+    if word != f"{{{name}}}" or name not in values:
+        return [word]
+    return values[name].split() if name.endswith("_urls") else [values[name]]
 
 
 def _chosen_port(command: tuple[str, ...]) -> int | None:

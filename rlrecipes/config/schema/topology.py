@@ -55,6 +55,8 @@ class ServedModelConfig(Section):
     """Options of sglang-router under its own names, e.g. policy."""
     num_joining_engines: NonNegativeInt
     """Engines that others start and register at the router; the run waits for so many."""
+    join_timeout_s: PositiveFloat
+    """How long."""
     server_groups: dict[str, ServerGroupConfig]
     """Named groups of engines."""
 

@@ -202,17 +202,51 @@ async def wait_until_workers(router_url: str, worker_urls: Iterable[str], timeou
     """
     deadline = time.monotonic() + timeout_s
     missing = set(worker_urls)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)) as session:
-        while time.monotonic() < deadline:
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                async with session.get(f"{router_url}/workers") as response:
-                    workers = (await response.json())["workers"]
-                missing = set(worker_urls) - {worker["url"] for worker in workers if worker["is_healthy"]}
-                if not missing:
-                    return
-            await asyncio.sleep(_POLL_INTERVAL_S)
-    raise EngineError(
-        f"router {router_url}",
-        f"did not find these engines healthy within {timeout_s:g} s: {', '.join(sorted(missing))}",
-        "look at the router's and the engines' logs in <run_dir>/logs",
-    )
+    while missing and time.monotonic() < deadline:
+        missing -= await _read_healthy_workers(router_url)
+        await asyncio.sleep(_POLL_INTERVAL_S if missing else 0)
+    if missing:
+        raise EngineError(
+            f"router {router_url}",
+            f"did not find these engines healthy within {timeout_s:g} s: {', '.join(sorted(missing))}",
+            "look at the router's and the engines' logs in <run_dir>/logs",
+        )
+
+
+async def wait_until_joined(router_url: str, known_urls: Iterable[str], num_wanted: int, timeout_s: float) -> list[str]:
+    """Wait until others have registered engines at a router.
+
+    Args:
+        router_url: of the router.
+        known_urls: engines that were there before.
+        num_wanted: how many must join.
+        timeout_s: longest wait.
+
+    Returns:
+        Their addresses, sorted.
+
+    Raises:
+        EngineError: fewer came in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    joined: set[str] = set()
+    while len(joined) < num_wanted and time.monotonic() < deadline:
+        joined = await _read_healthy_workers(router_url) - set(known_urls)
+        await asyncio.sleep(_POLL_INTERVAL_S if len(joined) < num_wanted else 0)
+    if len(joined) < num_wanted:
+        problem = f"{len(joined)} of {num_wanted} engines joined within {timeout_s:g} s"
+        fix = f'register each: POST {router_url}/workers {{"url": "http://<engine>"}}'
+        raise EngineError(f"router {router_url}", problem, fix)
+    return sorted(joined)
+
+
+async def _read_healthy_workers(router_url: str) -> set[str]:
+    """Engines that a router finds healthy; none while it does not answer."""
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)) as session,
+            session.get(f"{router_url}/workers") as response,
+        ):
+            workers = (await response.json())["workers"]
+            return {worker["url"] for worker in workers if worker["is_healthy"]}
+    return set()
