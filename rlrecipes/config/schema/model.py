@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rlrecipes.config.schema.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlrecipes.config.schema.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 Family = Literal[
     "llama",
@@ -51,12 +51,12 @@ class ModelShapes(Section):
     """RMSNorm epsilon."""
     max_position_embeddings: PositiveInt
     """Longest sequence, tokens."""
-    qk_layernorm: bool
-    """Whether queries and keys are normalised per head (Qwen3)."""
-    add_qkv_bias: bool
-    """Whether the query, key and value projections have a bias (Qwen2.5)."""
     untie_embeddings_and_output_weights: bool
     """Whether the output layer has weights of its own."""
+    qk_layernorm: bool = False
+    """Whether queries and keys are normalised, per head (Qwen3) or before they leave their latent vectors (MLA)."""
+    add_qkv_bias: bool = False
+    """Whether the query, key and value projections have a bias (Qwen2.5)."""
     layernorm_zero_centered_gamma: bool = False
     """Whether norms multiply by 1 + weight (Qwen3-Next)."""
     post_self_attn_layernorm: bool = False
@@ -80,8 +80,8 @@ class ModelShapes(Section):
     """Longest sequence before the stretch, tokens."""
     mscale: PositiveFloat = 1.0
     """Of yarn: scale of attention's logits."""
-    mscale_all_dim: PositiveFloat | None = None
-    """Of yarn: what mscale is divided by; null: nothing."""
+    mscale_all_dim: NonNegativeFloat = 0.0
+    """Of yarn: what it is divided by."""
 
     num_moe_experts: PositiveInt | None = None
     """Routed experts of a MoE layer; null: every layer is dense."""
@@ -126,6 +126,10 @@ class ModelShapes(Section):
     """Width of one of them."""
     dsa_indexer_topk: PositiveInt | None = None
     """Tokens it chooses."""
+    dsa_indexer_topk_freq: PositiveInt = 1
+    """Every so many-th layer has an indexer, the next ones share its choice; 1: every layer."""
+    dsa_indexer_skip_topk_offset: NonNegativeInt = 0
+    """Layers at the start that have one each."""
 
     linear_attention_freq: PositiveInt | None = None
     """Every so many-th layer has full attention, the others a gated delta net (Qwen3-Next); null: all have full."""

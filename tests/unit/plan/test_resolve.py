@@ -197,17 +197,27 @@ def test_gpus_are_placed_colocated_or_apart():
     colocated = plan_of("topology.device=cuda", sglang, hosts=hosts)
     assert colocated.trainer.devices[0].gpu == 0
     assert colocated.policy.engines[0].devices[0].gpu == 0
-    apart = plan_of("topology.device=cuda", sglang, "topology.served_models.policy.server_groups.main.placement=disaggregated", hosts=hosts)
+    own = "topology.served_models.policy.server_groups.main.placement=disaggregated"
+    apart = plan_of("topology.device=cuda", sglang, own, hosts=hosts)
     assert apart.policy.engines[0].devices[0].gpu == 1
 
 
 @pytest.mark.parametrize("path", sorted(p for p in CONF.rglob("*.yaml") if p.parent != CONF), ids=lambda p: p.stem)
 def test_every_shipped_option_composes(path, hf_dir):
     group, option = path.parent.name, path.stem
+    main = "topology.served_models.policy.server_groups.main"
+    mounted = {"gpu": "cluster.gpu", "server_group": main, "served_model": "topology.served_models.policy"}
+    names = ("reference", "reward", "teacher")
     needed = {
-        "hf": ["model.name=x", f"model.path={hf_dir}"],
-        "jsonl": ["data.name=x", "data.train_path=x.jsonl"],
-    }.get(option, [])
+        "model/hf": ["model.name=x", f"model.path={hf_dir}"],
+        "data/jsonl": ["data.name=x", "data.train_path=x.jsonl"],
+        "topology/external": [f"{main}.urls=[http://here:1]"],
+        "server_group/external": [f"{main}.urls=[http://here:1]"],
+        "topology/multi_model": [f"topology.served_models.{name}.path=x" for name in names],
+        "served_model/frozen": ["topology.served_models.policy.path=x"],
+    }.get(f"{group}/{option}", [])
+    if group in mounted:
+        group = f"+{group}@{mounted[group]}"
     compose([f"{group}={option}", *needed])
 
 
