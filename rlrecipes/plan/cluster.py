@@ -50,7 +50,7 @@ def read_cluster(
         problems: what is missing, cannot be read, or differs from what is read is appended.
         read_ray_hosts: asks the Ray cluster at an address; called only where Ray is the source.
     """
-    own = list(_check_places(cluster))
+    own = list(_find_missing(cluster))
     found: Sequence[FoundHost] = ()
     if not own:
         try:
@@ -63,7 +63,7 @@ def read_cluster(
             problem = f"is {cluster.num_nodes}; {len(found)} were found"
             own.append(Problem("cluster.num_nodes", problem, "lower it; null uses all"))
         found = found[: cluster.num_nodes]
-    own += _compare(cluster, found)
+    own += [*_find_misplaced(cluster), *_compare(cluster, found)]
     gpu, notes = _settle_gpu(cluster, found, own)
     problems += own
     disk_bytes = cluster.disk_bytes
@@ -126,12 +126,14 @@ def check_is_here(plan: Plan) -> None:
             raise ConfigError("cluster.gpu", f"is {gpu.name}; here is {name}", fix)
 
 
-def _check_places(cluster: ClusterConfig) -> Iterator[Problem]:
-    """What belongs to another source, and what this one needs."""
+def _find_misplaced(cluster: ClusterConfig) -> Iterator[Problem]:
     for name, source in (("address", "ray"), ("partition", "slurm")):
         value = getattr(cluster, name)
         if value is not None and cluster.source != source:
             yield Problem(f"cluster.{name}", f"is {value!r}; cluster.source is {cluster.source}", "set it to null")
+
+
+def _find_missing(cluster: ClusterConfig) -> Iterator[Problem]:
     if cluster.source == "ray" and cluster.address is None:
         yield Problem("cluster.address", "is null; cluster.source is ray", "give host:port, or auto")
     if cluster.source == "described":
@@ -167,7 +169,7 @@ def _settle_gpu(
     if not any(host.node.num_gpus for host in found):
         if given is not None and found:
             problem = f"is {given.name}; the cluster has no GPU"
-            problems.append(Problem("cluster.gpu", problem, "set gpu@cluster.gpu=null, or give cluster.gpus_per_node"))
+            problems.append(Problem("cluster.gpu", problem, "set cluster.gpu=null, or give cluster.gpus_per_node"))
         return None, ()
     names = sorted({name for host in found for name in host.gpu_names})
     kinds = [find_gpus(name) for name in names]
@@ -179,7 +181,7 @@ def _settle_gpu(
     if given is not None:
         if same and not all(_may_be(given, name) for name in names):
             problem = f"is {given.name}; {' and '.join(names)} was found"
-            problems.append(Problem("cluster.gpu", problem, "set gpu@cluster.gpu=null: it is read"))
+            problems.append(Problem("cluster.gpu", problem, "set cluster.gpu=null: it is read"))
         return given, ()
     if len(same) == 1:
         return same[0], ()

@@ -1,22 +1,25 @@
-"""Trainer ranks as Ray actors. The only user of ray; everything Ray calls by another name stops here."""
+"""Trainer ranks as Ray actors, and what a Ray cluster consists of. The only user of ray; its words stop here."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rlrecipes.engines.sglang.process import find_free_port, read_log_tail
-from rlrecipes.errors import RecipeError, TrainerError
-from rlrecipes.plan.nodes import Plan
+from rlrecipes.errors import ConfigError, RecipeError, TrainerError
+from rlrecipes.plan.hosts import FoundHost
+from rlrecipes.plan.nodes import HostNode, Plan
 from rlrecipes.runner.rank import RankWorker
 
 os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"  # Ray's C++ core would take SIGTERM for a crash; read on import
@@ -24,6 +27,9 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 _START_TIMEOUT_S = 180.0
+_CONNECT_TIMEOUT_S = 5.0
+_READ_TIMEOUT_S = 60.0
+_ACCELERATOR = "accelerator_type:"
 
 
 class TrainerGroup:
@@ -183,3 +189,66 @@ async def _end_ray() -> None:
 def _start_reaper() -> None:
     reaper = [sys.executable, "-I", "-S", str(Path(__file__).parent / "reaper.py"), str(os.getpid())]
     subprocess.Popen(reaper, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def read_ray_hosts(address: str) -> list[FoundHost]:
+    """Ask a running Ray cluster for its machines; this one must belong to it.
+
+    A process of its own asks: Ray tries a dead address for two minutes, and nothing can stop it but its end.
+
+    Args:
+        address: host:port, or auto for the cluster that this machine belongs to.
+
+    Raises:
+        ConfigError: it does not answer.
+    """
+    code = "import sys; from rlrecipes.runner.cluster import print_ray_nodes; print_ray_nodes(sys.argv[1])"
+    fix = "run this on a machine of the cluster; beside host:port set RAY_AUTH_MODE=token where Ray started with a token"
+    try:
+        name, _, port = address.rpartition(":")
+        if port.isdecimal() and "/" not in name:
+            socket.create_connection((name, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        done = subprocess.run(
+            [sys.executable, "-c", code, address], capture_output=True, text=True, timeout=_READ_TIMEOUT_S, check=True
+        )
+    except (OSError, OverflowError) as error:
+        raise ConfigError("cluster.address", f"no Ray answers at {address}: {error}", fix) from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError("cluster.address", f"no Ray answers at {address} in {_READ_TIMEOUT_S:g} s", fix) from error
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+        raise ConfigError("cluster.address", f"no Ray answers at {address}: {said}", fix) from error
+    return to_ray_hosts(json.loads(done.stdout.splitlines()[-1]))
+
+
+def print_ray_nodes(address: str) -> None:
+    """Print what ``ray.nodes()`` says, as JSON.
+
+    Args:
+        address: of the cluster.
+    """
+    ray.init(address=address, log_to_driver=False, logging_level="error")
+    print(json.dumps(ray.nodes()))
+    ray.shutdown()
+
+
+def to_ray_hosts(nodes: Sequence[Mapping[str, Any]]) -> list[FoundHost]:
+    """The living machines, with what Ray may give away of them.
+
+    Args:
+        nodes: as ``ray.nodes()`` tells them.
+    """
+    hosts = []
+    for node in nodes:
+        if not node["Alive"]:
+            continue
+        resources = node["Resources"]
+        host = HostNode(
+            name=node["NodeManagerHostname"],
+            num_cpus=int(resources.get("CPU", 0)),
+            num_gpus=int(resources.get("GPU", 0)),
+            memory_bytes=int(resources.get("memory", 0) + resources.get("object_store_memory", 0)),
+        )
+        names = [name.removeprefix(_ACCELERATOR) for name in resources if name.startswith(_ACCELERATOR)]
+        hosts.append(FoundHost(host, tuple(names)))
+    return hosts
