@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from rlrecipes.data.encoding import PromptEncoder
@@ -9,6 +10,9 @@ from rlrecipes.data.order import RowStream
 from rlrecipes.data.rows import ProblemList, Row, RowKeys, build_rows, run_checked, to_field
 from rlrecipes.errors import DataError
 from rlrecipes.types import Sample
+
+_LAST_TAG = re.compile(r"<[^<>\s]+>(?=\s*$)")
+"""What a chat template may leave open for the answer, such as <think>."""
 
 
 class SftSource(RowStream[tuple[tuple[int, ...], tuple[int, ...]]]):
@@ -48,11 +52,17 @@ class SftSource(RowStream[tuple[tuple[int, ...], tuple[int, ...]]]):
             raise DataError("tokenizer", "has no end-of-sequence token, so no response can end", "give it an eos_token")
         problems = ProblemList(Path(path))
         rows = build_rows(problems.path, problems)[:max_rows]
-        prompt_ids = encoder.to_token_ids(encoder.to_texts(rows, keys.prompt, problems), problems)
+        texts = encoder.to_texts(rows, keys.prompt, problems)
+        prompt_ids = encoder.to_token_ids(texts, problems)
 
         def convert(row: Row, problems: ProblemList) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
             response = to_field(row, keys.response, (str,), "a string", problems)
             if response is None or row.line not in prompt_ids:
+                return None
+            last_tag = _LAST_TAG.search(texts[row.line]) if encoder.apply_chat_template else None
+            if last_tag and response.lstrip().startswith(last_tag[0]):
+                problem = f"the response begins with {last_tag[0]}, with which the chat template has ended the prompt"
+                problems.add(row.line, problem, "leave it out of the response: an engine would not generate it again")
                 return None
             return self._join(prompt_ids[row.line], response, row.line, problems)
 

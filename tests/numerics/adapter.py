@@ -3,6 +3,10 @@
 Each function takes the ``inputs`` of a case in golden/ by keyword and returns values to compare with ``expected``.
 """
 
+import asyncio
+import json
+from dataclasses import replace
+
 import torch
 
 from rlrecipes.algos.advantages import compute_group_advantages, compute_zero_variance
@@ -36,6 +40,11 @@ from rlrecipes.algos.value_loss import (
     compute_explained_variance,
     compute_value_objective,
 )
+from rlrecipes.batching.grid import build_grid
+from rlrecipes.data.records import to_group, to_record
+from rlrecipes.rollout.generate import SingleTurn
+from rlrecipes.rollout.samples import to_samples
+from rlrecipes.types import Completion, Group, Prompt, Rollout, RolloutStatus, SamplingParams, Turn
 
 
 def real(values):
@@ -266,3 +275,50 @@ def topk_reverse_kl(topk_logprobs, teacher_topk_logprobs):
     loss = compute_topk_reverse_kl(topk_logprobs=leaf, teacher_topk_logprobs=real(teacher_topk_logprobs))
     loss.sum().backward()
     return {"loss": loss.tolist(), "gradient": leaf.grad.flatten().tolist()}
+
+
+class Sampled:
+    """An engine that has drawn these tokens."""
+
+    def __init__(self, completion):
+        self.completion = completion
+
+    async def generate(self, **request):
+        return self.completion
+
+
+def sampled_turn(prompt_ids, token_ids, rollout_logprobs, tokenizer):
+    """One answer through the generate function, which decodes it, to what is trained."""
+    completion = Completion(tuple(token_ids), tuple(rollout_logprobs), "stop", 0)
+    generate = SingleTurn(
+        Sampled(completion), tokenizer=tokenizer, sampling=SamplingParams(max_new_tokens=99), seed=0, run_id="run"
+    )
+    prompt = Prompt(0, tuple(prompt_ids), tokenizer.decode(prompt_ids), "")
+    return train_tokens(asyncio.run(generate(prompt, 0)))
+
+
+def trained_tokens(turns):
+    """The turns of one rollout, as (shown, sampled, logprobs) each, to what is trained."""
+    first = tuple(turns[0][0])
+    rollout = Rollout(
+        prompt=Prompt(0, first, "", ""),
+        sibling=0,
+        turns=tuple(Turn(tuple(shown), Completion(tuple(ids), tuple(lps), "stop", 0)) for shown, ids, lps in turns),
+        text="",
+        status=RolloutStatus.COMPLETED,
+    )
+    return train_tokens(rollout)
+
+
+def train_tokens(rollout):
+    """Through the buffer's records and a micro-batch; a trained position's token stands one further."""
+    group = Group(rollout.prompt, (replace(rollout, reward=1.0),))
+    restored = to_group(json.loads(json.dumps(to_record(group))))
+    ((batch,),) = build_grid(to_samples(restored), num_ranks=1, max_tokens=10_000)
+    trained = batch.loss_mask.nonzero()[0]
+    return {
+        "sequence": batch.token_ids.tolist(),
+        "places": (trained + 1).tolist(),
+        "trained": batch.target_ids[trained].tolist(),
+        "rollout_logprobs": batch.rollout_logprobs[trained].tolist(),
+    }
