@@ -59,12 +59,29 @@ def origin_of(origins: Origins, path: str) -> str:
 
 
 def read_default_files() -> frozenset[str]:
-    """Files that set a value when a recipe chooses nothing: conf/config.yaml and the options it names."""
-    root = Path(__file__).parent.parent / "conf"
-    primary = yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8"))
-    chosen = [entry for entry in primary["defaults"] if isinstance(entry, dict)]
-    options = {f"conf/{group}/{option}.yaml" for entry in chosen for group, option in entry.items() if option}
-    return frozenset(options | {"conf/config.yaml"})
+    """Files that set a value when a recipe chooses nothing: conf/config.yaml, the options it names, and theirs."""
+    found: set[str] = set()
+    waiting = ["config.yaml"]
+    while waiting:
+        name = waiting.pop()
+        file = Path(__file__).parent.parent / "conf" / name
+        if f"conf/{name}" not in found and file.is_file():
+            found.add(f"conf/{name}")
+            waiting += _read_chosen_files(file, name.rpartition("/")[0])
+    return frozenset(found)
+
+
+def _read_chosen_files(file: Path, group: str) -> Iterator[str]:
+    """Files below conf/ that the defaults list of a file names."""
+    for entry in (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("defaults", ()):
+        if isinstance(entry, str):
+            yield f"{group}/{entry}.yaml"
+            continue
+        for key, option in entry.items():
+            name = key.removeprefix("override ").partition("@")[0]
+            here = name.removeprefix("/") if name.startswith("/") or not group else f"{group}/{name}"
+            if option is not None:
+                yield f"{here}/{option}.yaml"
 
 
 def _locate(source: str, config_path: str) -> Path | None:

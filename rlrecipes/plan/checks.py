@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlrecipes.config.schema import ModelShapes, OffPolicyConfig, RlConfig, RunConfig
+from rlrecipes.config.schema import ModelShapes, OffPolicyConfig, ParallelConfig, RlConfig, RunConfig, ServerGroupConfig
 from rlrecipes.custom import Role, check_custom
 from rlrecipes.errors import Problem
+from rlrecipes.plan.nodes import POLICY
+from rlrecipes.plan.packing import compute_micro_batch_multiple
 from rlrecipes.suggest import did_you_mean
 
 POLICY_LOSSES = ("clipped", "gspo", "cispo")
@@ -19,13 +22,10 @@ _NO_CORRECTION = OffPolicyConfig(correction="none", low=0.0, high=2.0, veto=None
 _GREEDY_TEMPERATURE = 1e-6
 """Below it SGLang samples greedily."""
 _UNBUILT: dict[str, tuple[Any, ...]] = {
-    "virtual_pipeline_model_parallel_size": (None, 1),
-    "context_parallel_size": (1,),
     "expert_model_parallel_size": (1,),
     "expert_tensor_parallel_size": (None, 1),
-    "recompute_granularity": (None,),
-    "optimizer_cpu_offload": (False,),
 }
+_DENSE_RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
 _UNSCALED = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _ENGINE_MARGIN_TOKENS = 8
 """SGLang ends an answer 2 tokens before the context is full, and takes no prompt that leaves fewer than 7 there."""
@@ -224,24 +224,60 @@ def _data(config: RunConfig) -> Iterator[Problem]:
 
 def _topology(config: RunConfig) -> Iterator[Problem]:
     topology = config.topology
-    if set(topology.served_models) != {"policy"}:
+    if POLICY not in topology.served_models:
         names = ", ".join(sorted(topology.served_models)) or "nothing"
-        yield Problem("topology.served_models", f"holds {names}", "for now exactly one model, named policy, is served")
+        yield Problem("topology.served_models", f"holds {names}", f"name the model being trained {POLICY}")
     for name, model in topology.served_models.items():
         where = f"topology.served_models.{name}"
-        if not model.is_updated:
+        if name == POLICY and not model.is_updated:
             yield Problem(f"{where}.is_updated", "is false for the model being trained", "set it true")
-        if not model.server_groups:
-            yield Problem(f"{where}.server_groups", "is empty", "give at least one group of engines")
+        if model.is_updated and model.path is not None:
+            problem = "is given, but weight syncs would replace its weights by the trained model's"
+            yield Problem(f"{where}.path", problem, "set it null, or is_updated=false")
+        if not model.server_groups and not model.num_joining_engines:
+            fix = "give a group of engines, or num_joining_engines that others register"
+            yield Problem(f"{where}.server_groups", "is empty", fix)
+        kinds = {group.worker_type for group in model.server_groups.values()}
+        if ("prefill" in kinds) != ("decode" in kinds):
+            present, missing = ("prefill", "decode") if "prefill" in kinds else ("decode", "prefill")
+            problem = f"has {present} engines and no {missing} engines: no request could be answered"
+            yield Problem(f"{where}.server_groups", problem, f"add a group of worker_type {missing}")
+        if "regular" in kinds and kinds & {"prefill", "decode"}:
+            problem = "mixes regular with prefill and decode engines, which one router cannot serve"
+            yield Problem(f"{where}.server_groups", problem, "use either kind")
         for group_name, group in model.server_groups.items():
-            inside = f"{where}.server_groups.{group_name}"
-            if group.engine == "embedded" and topology.device != "cpu":
-                yield Problem(f"{inside}.engine", "the embedded engine runs on CPU only", "use engine=sglang")
-            if group.engine == "embedded" and group.gpus_per_engine > 1:
-                yield Problem(f"{inside}.gpus_per_engine", "the embedded engine is one process", "use 1")
-            if group.python is not None and not Path(group.python).is_file():
-                fix = "name an interpreter; `make sglang` makes .venv-sglang/bin/python"
-                yield Problem(f"{inside}.python", f"{group.python} does not exist", fix)
+            yield from _server_group(config, f"{where}.server_groups.{group_name}", group)
+
+
+def _server_group(config: RunConfig, where: str, group: ServerGroupConfig) -> Iterator[Problem]:
+    is_embedded = group.engine == "embedded"
+    if is_embedded and config.topology.device != "cpu":
+        yield Problem(f"{where}.engine", "the embedded engine runs on CPU only", "use engine=sglang")
+    if is_embedded and group.gpus_per_engine > 1:
+        yield Problem(f"{where}.gpus_per_engine", "the embedded engine is one process", "use 1")
+    if is_embedded and group.worker_type not in ("regular", "placeholder"):
+        yield Problem(f"{where}.worker_type", "the embedded engine does all of it", "use regular, or engine=sglang")
+    if group.gpus_per_engine % group.pipeline_parallel_size:
+        problem = f"is {group.pipeline_parallel_size}, which does not divide gpus_per_engine={group.gpus_per_engine}"
+        yield Problem(f"{where}.pipeline_parallel_size", problem, "use a divisor")
+    tp = max(1, group.gpus_per_engine // group.pipeline_parallel_size)
+    for name in ("attention_data_parallel_size", "expert_parallel_size"):
+        if tp % getattr(group, name):
+            problem = f"is {getattr(group, name)}, which does not divide the engine's TP of {tp}"
+            yield Problem(f"{where}.{name}", problem, f"use {_divisors_near(getattr(group, name), tp)}")
+    yield from _engine_addresses(where, group)
+
+
+def _engine_addresses(where: str, group: ServerGroupConfig) -> Iterator[Problem]:
+    if (group.engine == "external") != bool(group.urls):
+        problem = "is empty: nobody is there" if group.engine == "external" else f"is given to engine={group.engine}"
+        yield Problem(f"{where}.urls", problem, "give urls to engine=external, and to no other")
+    for url in group.urls:
+        if not re.fullmatch(r"https?://[^/\s:]+:\d+", url):
+            yield Problem(f"{where}.urls", f"holds {url!r}", "write http://host:port")
+    if group.python is not None and not Path(group.python).is_file():
+        fix = "name an interpreter; `make sglang` makes .venv-sglang/bin/python"
+        yield Problem(f"{where}.python", f"{group.python} does not exist", fix)
 
 
 def _weight_sync(config: RunConfig) -> Iterator[Problem]:
@@ -258,9 +294,36 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         yield Problem("parallel.sequence_parallel", "splits over TP, which is 1", "raise TP or set it false")
+    chunks = parallel.virtual_pipeline_model_parallel_size
+    if chunks is not None and chunks > 1 and parallel.pipeline_model_parallel_size == 1:
+        problem = "model chunks take turns in a pipeline; pipeline_model_parallel_size is 1"
+        yield Problem("parallel.virtual_pipeline_model_parallel_size", problem, "raise PP or use null")
+    if parallel.optimizer_cpu_offload and config.topology.device == "cpu":
+        problem = "the trainer runs on CPU: there is nowhere to offload from"
+        yield Problem("parallel.optimizer_cpu_offload", problem, "use false, or topology.device=cuda")
+    yield from _recompute(parallel, config.topology.device)
     for name, neutral in _UNBUILT.items():
         if getattr(parallel, name) not in neutral:
             yield Problem(f"parallel.{name}", "is not offered by the trainer yet", f"use {neutral[0]}")
+
+
+def _recompute(parallel: ParallelConfig, device: str) -> Iterator[Problem]:
+    granularity = parallel.recompute_granularity
+    belonging = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
+    for name, owner in belonging.items():
+        value = getattr(parallel, name)
+        if value and granularity != owner:
+            fix = f"use recompute_granularity={owner}, or {'[]' if name == 'recompute_modules' else 'null'}"
+            yield Problem(f"parallel.{name}", f"belongs to recompute_granularity={owner}", fix)
+        if value is None and granularity == owner:
+            fix = "use uniform or block" if name == "recompute_method" else "use 1, or more layers at a time"
+            yield Problem(f"parallel.{name}", "is null: full recomputing needs it", fix)
+    if device == "cpu" and "layernorm" in parallel.recompute_modules:
+        yield Problem("parallel.recompute_modules", "layernorm needs Transformer Engine, which needs CUDA", "remove it")
+    for module in parallel.recompute_modules:
+        if module not in _DENSE_RECOMPUTE_MODULES:
+            fix = did_you_mean(module, _DENSE_RECOMPUTE_MODULES)
+            yield Problem("parallel.recompute_modules", f"these models have no {module!r} to recompute", fix)
 
 
 def _determinism(config: RunConfig) -> Iterator[Problem]:
@@ -308,9 +371,7 @@ def _lengths(config: RunConfig, shapes: ModelShapes) -> Iterator[Problem]:
         room = shapes.max_position_embeddings - _ENGINE_MARGIN_TOKENS
         problem = f"{longest} tokens with the prompt; engines cut an answer at {room}, silently"
         yield Problem("rollout.sampling.max_new_tokens", problem, "lower it, or data.max_prompt_tokens")
-    if longest > config.parallel.max_tokens_per_micro_batch:
-        problem = f"is {config.parallel.max_tokens_per_micro_batch}; the longest sample has {longest} tokens"
-        yield Problem("parallel.max_tokens_per_micro_batch", problem, f"use at least {longest}")
+    yield from _micro_batch(config.parallel, longest)
     for name, model in config.topology.served_models.items():
         for group_name, group in model.server_groups.items():
             held = group.sglang.get("max_total_tokens")
@@ -321,6 +382,15 @@ def _lengths(config: RunConfig, shapes: ModelShapes) -> Iterator[Problem]:
                     f"is {held}; one longest rollout has {longest} tokens",
                     f"use at least {longest + _ENGINE_MARGIN_TOKENS}",
                 )
+
+
+def _micro_batch(parallel: ParallelConfig, longest: int) -> Iterator[Problem]:
+    cp = parallel.context_parallel_size
+    multiple = compute_micro_batch_multiple(parallel.tensor_model_parallel_size, cp, parallel.sequence_parallel)
+    needed = math.ceil(longest / multiple) * multiple // cp  # the multiple is one of CP
+    if parallel.max_tokens_per_micro_batch < needed:
+        problem = f"is {parallel.max_tokens_per_micro_batch}; the longest sample has {longest} tokens"
+        yield Problem("parallel.max_tokens_per_micro_batch", problem, f"use at least {needed}")
 
 
 def _divisibility(config: RunConfig, shapes: ModelShapes) -> Iterator[Problem]:
@@ -334,6 +404,12 @@ def _divisibility(config: RunConfig, shapes: ModelShapes) -> Iterator[Problem]:
         fix = f"use {_divisors_near(pp, shapes.num_layers)}"
         problem = f"is {pp}, which does not divide num_layers={shapes.num_layers}"
         yield Problem("parallel.pipeline_model_parallel_size", problem, fix)
+    chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
+    if shapes.num_layers % pp == 0 and shapes.num_layers // pp % chunks:
+        layers = shapes.num_layers // pp
+        fix = f"use {_divisors_near(chunks, layers)}"
+        problem = f"is {chunks}, which does not divide the {layers} layers of a pipeline stage"
+        yield Problem("parallel.virtual_pipeline_model_parallel_size", problem, fix)
     if shapes.num_attention_heads % shapes.num_query_groups:
         problem = (
             f"is {shapes.num_query_groups}, which does not divide num_attention_heads={shapes.num_attention_heads}"

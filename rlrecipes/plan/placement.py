@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlrecipes.config.schema import ParallelConfig, RunConfig, ServerGroupConfig
 from rlrecipes.errors import Problem
 from rlrecipes.plan.nodes import DeviceNode, HostNode
+
+type GroupKey = tuple[str, str]
+"""Served model, server group."""
 
 type EngineKey = tuple[str, str, int]
 """Served model, server group, number of the engine in it."""
@@ -19,11 +22,13 @@ class Placement:
 
     Attributes:
         trainer: [num_ranks] in rank order.
+        num_engines: of each group, what the recipe leaves open filled in.
         engines: the devices of each engine, placeholders among them; in order of its ranks.
         notes: why they lie there, where it is not obvious.
     """
 
     trainer: tuple[DeviceNode, ...] = ()
+    num_engines: dict[GroupKey, int] = field(default_factory=dict)
     engines: dict[EngineKey, tuple[DeviceNode, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -56,21 +61,55 @@ def place(config: RunConfig, hosts: tuple[HostNode, ...], problems: list[Problem
         problems: what does not fit is appended.
     """
     num_ranks = count_trainer_ranks(config.parallel)
+    counts = count_engines(config, hosts)
     if config.topology.device == "cpu":
         cpu = DeviceNode(node=0, gpu=None)
-        engines = {key: (cpu,) * group.gpus_per_engine for key, group in _engines(config)}
-        return Placement((cpu,) * num_ranks, engines)
+        engines = {key: (cpu,) * group.gpus_per_engine for key, group in _engines(config, counts)}
+        return Placement((cpu,) * num_ranks, counts, engines)
     gpus = [DeviceNode(node=node, gpu=gpu) for node, host in enumerate(hosts) for gpu in range(host.num_gpus)]
     trainer = gpus[:num_ranks]
     shared = _Pool(hosts, [0] * len(hosts))
-    places = {key: shared.take(group.gpus_per_engine) for key, group in _engines(config) if _is_colocated(group)}
+    engines = list(_engines(config, counts))
+    places = {key: shared.take(group.gpus_per_engine) for key, group in engines if _is_colocated(group)}
     taken = [sum(device.node == node for device in trainer) for node in range(len(hosts))]
     own = _Pool(hosts, [max(pair) for pair in zip(taken, shared.taken, strict=True)])
-    places |= {key: own.take(group.gpus_per_engine) for key, group in _engines(config) if not _is_colocated(group)}
+    places |= {key: own.take(group.gpus_per_engine) for key, group in engines if not _is_colocated(group)}
     if len(trainer) < num_ranks or not all(places.values()):
-        problems.append(_too_few(config, len(gpus)))
+        problems.append(_too_few(config, counts, len(gpus)))
         return Placement()
-    return Placement(tuple(trainer), places, tuple(_notes(config, hosts, places)))
+    return Placement(tuple(trainer), counts, places, tuple(_notes(config, hosts, places)))
+
+
+def count_engines(config: RunConfig, hosts: Sequence[HostNode]) -> dict[GroupKey, int]:
+    """Engines of every group; where a recipe leaves them open, at least one.
+
+    Args:
+        config: the recipe.
+        hosts: the cluster.
+    """
+    models = config.topology.served_models.items()
+    groups = {(name, key): group for name, model in models for key, group in model.server_groups.items()}
+    started = {key: group for key, group in groups.items() if group.engine != "external"}
+    counts = {key: len(group.urls) if key not in started else group.num_engines or 0 for key, group in groups.items()}
+    if config.topology.device == "cpu":
+        return counts | {key: counts[key] or 1 for key in started}
+    num_ranks = count_trainer_ranks(config.parallel)
+    colocated = {key: group for key, group in started.items() if _is_colocated(group)}
+    _fill_up(counts, colocated, num_ranks)
+    taken = max(num_ranks, sum(counts[key] * group.gpus_per_engine for key, group in colocated.items()))
+    apart = {key: group for key, group in started.items() if not _is_colocated(group)}
+    _fill_up(counts, apart, sum(host.num_gpus for host in hosts) - taken)
+    return counts
+
+
+def _fill_up(counts: dict[GroupKey, int], groups: Mapping[GroupKey, ServerGroupConfig], num_gpus: int) -> None:
+    """Share what fixed groups leave of so many GPUs among the open ones."""
+    free = num_gpus - sum(counts[key] * group.gpus_per_engine for key, group in groups.items())
+    open_keys = [key for key in groups if counts[key] == 0]
+    for position, key in enumerate(open_keys):
+        size = groups[key].gpus_per_engine
+        counts[key] = max(1, free // (len(open_keys) - position) // size)
+        free -= counts[key] * size
 
 
 class _Pool:
@@ -111,24 +150,24 @@ def _is_colocated(group: ServerGroupConfig) -> bool:
     return group.placement == "colocated"
 
 
-def _engines(config: RunConfig) -> Iterator[tuple[EngineKey, ServerGroupConfig]]:
+def _engines(config: RunConfig, counts: Mapping[GroupKey, int]) -> Iterator[tuple[EngineKey, ServerGroupConfig]]:
     """Every engine that takes devices, in the order in which they take them."""
     for model_name, model in config.topology.served_models.items():
-        keyed = [
-            ((number + 0.5) / group.num_engines if group.worker_type in ("prefill", "decode") else 0.0, order, number)
-            for order, group in enumerate(model.server_groups.values())
-            for number in range(group.num_engines if group.engine != "external" else 0)
-        ]
+        keyed = []
+        for order, (name, group) in enumerate(model.server_groups.items()):
+            count = counts[model_name, name] if group.engine != "external" else 0
+            takes_turns = group.worker_type in ("prefill", "decode")
+            keyed += [((number + 0.5) / count if takes_turns else 0.0, order, number) for number in range(count)]
         groups = list(model.server_groups.items())
         for _, order, number in sorted(keyed):
             name, group = groups[order]
             yield (model_name, name, number), group
 
 
-def _too_few(config: RunConfig, num_gpus: int) -> Problem:
+def _too_few(config: RunConfig, counts: Mapping[GroupKey, int], num_gpus: int) -> Problem:
     num_ranks = count_trainer_ranks(config.parallel)
     sums = {"colocated": 0, "disaggregated": 0}
-    for _, group in _engines(config):
+    for _, group in _engines(config, counts):
         sums[group.placement] += group.gpus_per_engine
     needed = max(num_ranks, sums["colocated"]) + sums["disaggregated"]
     parts = (

@@ -82,7 +82,7 @@ def _group(
     *,
     has_encoders: bool,
 ) -> ServerGroupNode:
-    numbers = range(group.num_engines if group.engine != "external" else 0)
+    numbers = range(placement.num_engines[model_name, name] if group.engine != "external" else 0)
     places = [placement.engines[model_name, name, number] for number in numbers]
     is_started = group.engine != "external" and group.worker_type != "placeholder"
     engines = [

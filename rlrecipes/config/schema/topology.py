@@ -22,8 +22,9 @@ class ServerGroupConfig(Section):
     placement: PlacementKind
     """colocated: on the trainer's GPUs, from the first that no group before it took. disaggregated: on GPUs of its
     own."""
-    num_engines: PositiveInt
-    """Server processes."""
+    num_engines: PositiveInt | None
+    """Engines; null: as many as fill the GPUs, shared evenly among the groups that say null: of colocated ones the
+    trainer's, of disaggregated ones those that nobody else takes. External engines are counted by their urls."""
     gpus_per_engine: PositiveInt
     """TP x PP of one engine."""
     pipeline_parallel_size: PositiveInt

@@ -217,7 +217,7 @@ def test_every_shipped_option_composes(path, hf_dir):
         "served_model/frozen": ["topology.served_models.policy.path=x"],
     }.get(f"{group}/{option}", [])
     if group in mounted:
-        group = f"+{group}@{mounted[group]}"
+        group = f"{group}@{mounted[group]}"
     compose([f"{group}={option}", *needed])
 
 
