@@ -6,6 +6,7 @@ logprobs or advantages were filled in has the same places.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -22,6 +23,7 @@ def build_grid(
     *,
     num_ranks: int,
     max_tokens: int,
+    sample_multiple: int = 1,
     pad_to_multiple: int = 1,
     num_micro_batches_multiple: int = 1,
 ) -> list[list[MicroBatch]]:
@@ -35,6 +37,7 @@ def build_grid(
         samples: of the train step, in any order; that order breaks ties.
         num_ranks: data-parallel size, at least 1.
         max_tokens: most tokens of a micro-batch, padding included.
+        sample_multiple: each sample counts as if it were padded to a multiple of it, which is left to whoever splits it.
         pad_to_multiple: each micro-batch is padded to a multiple of it with one fully masked sample.
         num_micro_batches_multiple: the number of micro-batches of a rank is a multiple of it.
 
@@ -44,13 +47,16 @@ def build_grid(
     Raises:
         ContractError: a sample is empty or longer than a micro-batch, or only some samples have an optional field.
     """
+    pad_to_multiple = math.lcm(sample_multiple, pad_to_multiple)
     capacity = max_tokens - max_tokens % pad_to_multiple
     _check_lengths(samples, capacity)
     fields = [name for name in _OPTIONAL_FIELDS if _is_present(name, samples)]
     lengths = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
+    lengths += -lengths % sample_multiple
     bins = _pack(lengths, capacity, num_ranks * num_micro_batches_multiple)
     rows = _deal(bins, [int(lengths[indices].sum()) for indices in bins], num_ranks)
-    return [[_build_micro_batch(samples, indices, fields, pad_to_multiple) for indices in row] for row in rows]
+    multiples = sample_multiple, pad_to_multiple
+    return [[_build_micro_batch(samples, indices, fields, *multiples) for indices in row] for row in rows]
 
 
 def unpack_tokens(
@@ -161,11 +167,16 @@ def _deal(bins: list[list[int]], totals: list[int], num_ranks: int) -> list[list
 
 
 def _build_micro_batch(
-    samples: Sequence[Sample], indices: list[int], fields: Sequence[str], pad_to_multiple: int
+    samples: Sequence[Sample],
+    indices: list[int],
+    fields: Sequence[str],
+    sample_multiple: int,
+    pad_to_multiple: int,
 ) -> MicroBatch:
     chosen = [samples[index] for index in indices]
     lengths = [len(sample.token_ids) for sample in chosen]
-    num_padding = -sum(lengths) % pad_to_multiple if chosen else pad_to_multiple
+    counted = sum(length + -length % sample_multiple for length in lengths)
+    num_padding = -counted % pad_to_multiple if chosen else pad_to_multiple
     if num_padding:
         lengths.append(num_padding)
     starts = np.cumsum([0, *lengths], dtype=np.int32)

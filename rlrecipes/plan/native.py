@@ -7,6 +7,7 @@ that version; options that the recipe decides are refused all the same.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,6 @@ from rlrecipes.suggest import did_you_mean
 type Owned = Mapping[str, str]
 """Option -> what to do instead of setting it."""
 
-_LAYOUT = "remove it: the trainer is laid out by parallel.* alone, over TP, PP and DP"
 _FAMILY = "remove it: model.family decides it"
 _FIXED = "remove it: the trainer is built on it"
 
@@ -59,23 +59,47 @@ MEGATRON_OWNED: Owned = {
     **dict.fromkeys(("normalization", "gated_linear_unit", "activation_func", "add_bias_linear"), _FAMILY),
     **{
         name: f"set parallel.{name}"
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel")
-    },
-    **dict.fromkeys(
-        (
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
             "context_parallel_size",
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
-            "virtual_pipeline_model_parallel_size",
+            "sequence_parallel",
+            "recompute_granularity",
+            "recompute_method",
+            "recompute_num_layers",
+            "recompute_modules",
+            "optimizer_cpu_offload",
+        )
+    },
+    **dict.fromkeys(
+        (
+            "variable_seq_lengths",
+            "moe_token_dispatcher_type",
+            "calculate_per_token_loss",
+            "overlap_p2p_comm",
+            "batch_p2p_comm",
+            "microbatch_group_size_per_vp_stage",
+            "optimizer",
+            "use_distributed_optimizer",
+            "use_layer_wise_distributed_optimizer",
+            "num_distributed_optimizer_instances",
+            "average_in_collective",
+            "use_megatron_fsdp",
+            "use_custom_fsdp",
         ),
-        _LAYOUT,
+        _FIXED,
     ),
-    **dict.fromkeys(("variable_seq_lengths", "moe_token_dispatcher_type", "calculate_per_token_loss"), _FIXED),
+    **dict.fromkeys(
+        ("overlap_param_gather", "overlap_param_gather_with_optimizer_step"),
+        "remove it: weights are read right after a train step",
+    ),
     **{
         name: f"set optim.{name}"
         for name in ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
     },
-    "use_distributed_optimizer": _FIXED,
 }
 _TASK_OWNED: Owned = {
     "seed": "set data.tasks.seed",
@@ -101,11 +125,15 @@ class _Section:
     where: str
     native: Mapping[str, Any]
     inventory: InventoryName
-    group: str
+    groups: tuple[str, ...]
     owned: Owned
     program: str
     python: str | None = None
     is_command_line: bool = True
+
+    def read_options(self, inventory: Inventory) -> Mapping[str, Option]:
+        """Options of all groups of the section; what several have is judged by the first."""
+        return ChainMap(*(dict(inventory.groups[group]) for group in self.groups))
 
 
 def judge_native(config: RunConfig) -> NativeJudgement:
@@ -142,13 +170,17 @@ def judge_native(config: RunConfig) -> NativeJudgement:
 def _sections(config: RunConfig) -> Iterator[_Section]:
     for name, model in config.topology.served_models.items():
         where = f"topology.served_models.{name}"
-        yield _Section(f"{where}.router", model.router, "router", "RouterArgs", ROUTER_OWNED, "sglang-router")
+        yield _Section(f"{where}.router", model.router, "router", ("RouterArgs",), ROUTER_OWNED, "sglang-router")
         for group_name, group in model.server_groups.items():
             yield _server(f"{where}.server_groups.{group_name}", group, config)
-    megatron = config.parallel.megatron
-    where = "parallel.megatron"
     yield _Section(
-        where, megatron, "megatron", "TransformerConfig", MEGATRON_OWNED, "TransformerConfig", is_command_line=False
+        "parallel.megatron",
+        config.parallel.megatron,
+        "megatron",
+        ("TransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig"),
+        MEGATRON_OWNED,
+        "Megatron",
+        is_command_line=False,
     )
     if config.data.tasks is not None:
         known = load_inventory("reasoning_gym").groups
@@ -160,15 +192,14 @@ def _server(where: str, group: ServerGroupConfig, config: RunConfig) -> _Section
     if config.deterministic:
         owned["enable_deterministic_inference"] = "remove it: deterministic=true sets it"
     if group.engine == "embedded":
-        return _Section(
-            f"{where}.sglang", group.sglang, "embedded", "ServerArguments", owned, "the embedded engine", group.python
-        )
-    return _Section(f"{where}.sglang", group.sglang, "sglang", "ServerArgs", owned, "SGLang", group.python)
+        known = ("ServerArguments",)
+        return _Section(f"{where}.sglang", group.sglang, "embedded", known, owned, "the embedded engine", group.python)
+    return _Section(f"{where}.sglang", group.sglang, "sglang", ("ServerArgs",), owned, "SGLang", group.python)
 
 
 def _task(name: str, params: Mapping[str, Any]) -> _Section:
     where = f"data.tasks.datasets.{name}"
-    return _Section(where, params, "reasoning_gym", name, _TASK_OWNED, name, is_command_line=False)
+    return _Section(where, params, "reasoning_gym", (name,), _TASK_OWNED, name, is_command_line=False)
 
 
 def _owned(section: _Section, inventory: Inventory) -> Iterator[Problem]:
@@ -184,7 +215,7 @@ def _first_name(name: str, inventory: Inventory) -> str:
 
 
 def _judge(section: _Section, inventory: Inventory) -> Iterator[Problem]:
-    options = inventory.groups[section.group]
+    options = section.read_options(inventory)
     for name, value in section.native.items():
         where = f"{section.where}.{name}"
         if _first_name(name, inventory) in section.owned:
@@ -212,13 +243,10 @@ def _unsayable(name: str, value: Any, options: Mapping[str, Option]) -> tuple[st
 
 
 def _where_else(name: str, section: _Section, inventory: Inventory) -> str:
-    options = inventory.groups[section.group]
+    options = section.read_options(inventory)
     allowed = [option for option in options if _first_name(option, inventory) not in section.owned]
     if section.inventory == "embedded" and name in load_inventory("sglang").groups["ServerArgs"]:
         return f"remove it, or use engine=sglang, which has it; allowed: {', '.join(allowed)}"
-    other = next((group for group, names in inventory.groups.items() if name in names), None)
-    if section.inventory == "megatron" and other is not None:
-        return f"remove it: it is a field of {other}, which this section does not reach"
     return did_you_mean(name, allowed)
 
 

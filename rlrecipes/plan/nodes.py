@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,6 +36,7 @@ from rlrecipes.config.schema import (
 )
 from rlrecipes.config.validation import to_problems
 from rlrecipes.errors import ConfigError
+from rlrecipes.plan.packing import compute_micro_batch_multiple, compute_sample_multiple
 
 PLAN_VERSION = 1
 POLICY = "policy"
@@ -150,14 +150,15 @@ class TrainerNode(Section):
 
     @property
     def sample_multiple(self) -> int:
-        """Each sample is padded to a multiple of so many tokens: CP cuts it into two chunks a rank."""
-        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        """Each sample is padded to a multiple of so many tokens."""
+        return compute_sample_multiple(self.context_parallel_size)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Each micro-batch is padded to a multiple of so many tokens: SP splits a CP rank's share over TP."""
-        tp = self.tensor_model_parallel_size if self.sequence_parallel else 1
-        return math.lcm(self.sample_multiple, tp * self.context_parallel_size)
+        """Each micro-batch is padded to a multiple of so many tokens."""
+        return compute_micro_batch_multiple(
+            self.tensor_model_parallel_size, self.context_parallel_size, self.sequence_parallel
+        )
 
     @property
     def num_micro_batches_multiple(self) -> int:

@@ -126,15 +126,17 @@ class Learner:
         return build_grid(
             samples,
             num_ranks=trainer.data_parallel_size,
-            max_tokens=trainer.max_tokens_per_micro_batch,
-            pad_to_multiple=trainer.tensor_model_parallel_size if trainer.sequence_parallel else 1,
+            max_tokens=trainer.max_micro_batch_tokens,
+            sample_multiple=trainer.sample_multiple,
+            pad_to_multiple=trainer.micro_batch_multiple,
+            num_micro_batches_multiple=trainer.num_micro_batches_multiple,
         )
 
     def _per_rank(self, *grids: Sequence[Sequence[MicroBatch]]) -> list[tuple[Sequence[MicroBatch], ...]]:
-        """A row of each grid for every rank, in rank order: TP is fastest, then DP, then PP."""
+        """A row of each grid for every rank, in rank order: TP is fastest, then CP, then DP, then PP."""
         trainer = self._plan.trainer
-        tp, dp = trainer.tensor_model_parallel_size, trainer.data_parallel_size
-        return [tuple(grid[rank // tp % dp] for grid in grids) for rank in range(trainer.num_ranks)]
+        inner, dp = trainer.tensor_model_parallel_size * trainer.context_parallel_size, trainer.data_parallel_size
+        return [tuple(grid[rank // inner % dp] for grid in grids) for rank in range(trainer.num_ranks)]
 
     async def _with_logprobs(self, samples: list[Sample]) -> list[Sample]:
         algo = self._algo
@@ -157,7 +159,7 @@ class Learner:
 
         async def read(method: str, *shared: Any) -> list[np.ndarray]:
             outputs = await self._trainers.run(method, *shared, per_rank=self._per_rank(grid))
-            # Only tensor-parallel rank 0 of the last pipeline stage answers, once a data-parallel rank.
+            # Only TP rank 0 of CP rank 0 of the last pipeline stage answers, once a data-parallel rank.
             return unpack_tokens(grid, [output for output in outputs if output], len(samples))
 
         found = {field: await read("compute_logprobs", name) for name, field in names.items()}

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+
+from rlrecipes.engines.megatron.context_parallel import find_positions, find_slots, gather_tokens
 
 _SHORT_TOKENS = 32
 """Samples up to this length share a block whatever their lengths: a block costs more than its padding."""
@@ -176,7 +179,12 @@ def compute_packed_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqle
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
-    """Core attention of a layer spec; takes what Megatron gives ``DotProductAttention``, with ``PackedSeqParams``."""
+    """Core attention of a layer spec; takes what Megatron gives ``DotProductAttention``, with ``PackedSeqParams``.
+
+    Under context parallelism T is this rank's share of the tokens: keys and values are gathered, and the queries of
+    other ranks stand as zeros, whose answers nobody reads. That costs CP times the work; the ring is Transformer
+    Engine's.
+    """
 
     def __init__(self, config: Any, layer_number: int, **kwargs: Any) -> None:
         super().__init__(config=config)
@@ -199,21 +207,26 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             key: [T, groups of this TP rank, width].
             value: [T, groups of this TP rank, width].
             attention_mask: None; causal within a sample.
-            packed_seq_params: ``cu_seqlens_q`` says where each sample starts.
+            packed_seq_params: ``cu_seqlens_q`` says where each sample starts, over all CP ranks.
             kwargs: Megatron's mask type and bias, which packing decides.
 
         Returns:
             [T, heads of this TP rank x width].
         """
-        out = compute_packed_attention(query, key, value, packed_seq_params.cu_seqlens_q, self.scale)
-        return out.flatten(1)
+        starts, group = packed_seq_params.cu_seqlens_q, parallel_state.get_context_parallel_group()
+        if group.size() == 1:
+            return compute_packed_attention(query, key, value, starts, self.scale).flatten(1)
+        own = find_slots(starts, group.size(), group.rank())
+        both = gather_tokens(torch.cat((key, value), 1), starts, group)
+        query = query.new_zeros(len(both), *query.shape[1:]).index_copy(0, own, query)
+        out = compute_packed_attention(query, *both.chunk(2, 1), starts, self.scale)
+        return out.index_select(0, own).flatten(1)
 
 
 @functools.lru_cache(maxsize=8)
-def _build_rotation(cu_seqlens: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every packed token, [T, 1, width]; position 0 at each sample's start."""
-    lengths = cu_seqlens.diff()
-    positions = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device) - cu_seqlens[:-1].repeat_interleave(lengths)
+def _build_rotation(cu_seqlens: Tensor, freqs: Tensor, cp_size: int, cp_rank: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every token of this rank, [T, 1, width]; position 0 at each sample's start."""
+    positions = find_positions(cu_seqlens, cp_size, cp_rank)[1]
     angles = freqs.squeeze(1).index_select(0, positions)
     return angles.cos(), angles.sin()
 
@@ -253,17 +266,17 @@ def apply_packed_rope(
 
     Args:
         x: [T, heads, width].
-        cu_seqlens: [S + 1], where each sample starts.
+        cu_seqlens: [S + 1], where each sample starts, over all CP ranks.
         freqs: [longest sample or more, 1, 1, width] angles, both halves alike.
-        cp_size: 1.
-        cp_rank: 0.
+        cp_size: CP; T is a share of the tokens.
+        cp_rank: whose share, as context_parallel.py splits them.
         interleaved: False.
 
     Source:
         Su et al. 2021, arXiv:2104.09864, equation 34, with halves instead of neighbours as pairs.
     """
-    if cp_size != 1 or interleaved:
-        raise NotImplementedError("packed rotary embedding on CPU: no context parallelism, no interleaved pairs")
-    cos, sin = _build_rotation(cu_seqlens, freqs)
+    if interleaved:
+        raise NotImplementedError("packed rotary embedding on CPU: no interleaved pairs")
+    cos, sin = _build_rotation(cu_seqlens, freqs, cp_size, cp_rank)
     out: Tensor = _Rotate.apply(x, cos.to(x.dtype), sin.to(x.dtype))  # type: ignore[no-untyped-call]
     return out

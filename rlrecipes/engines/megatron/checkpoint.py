@@ -25,7 +25,7 @@ _METADATA = {
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
-"""The one format that loads at another TP, PP and DP."""
+"""The one format that loads at another layout."""
 _REFERENCE_PREFIX, _CRITIC_PREFIX = "reference.", "critic."
 
 
@@ -34,8 +34,12 @@ def _build_state(
 ) -> dict[str, Any]:
     state = _build_model_state(policy, is_loading=is_loading)
     if reference:  # the model's sharding with the reference's tensors in it
-        sharding = policy.gpt.sharded_state_dict(metadata=_build_metadata())
-        state["reference"] = {name: replace(sharding[name], data=tensor) for name, tensor in reference.items()}
+        sharding = _shard(policy, _build_metadata())
+        state["reference"] = {
+            name: replace(sharding[number][own_name], data=tensor)
+            for name, tensor in reference.items()
+            for number, _, own_name in [name.partition(".")]
+        }
         add_prefix_for_sharding(state["reference"], _REFERENCE_PREFIX)
     if critic is not None:
         state["critic"] = _build_model_state(critic, is_loading=is_loading)
@@ -48,9 +52,14 @@ def _build_metadata() -> dict[str, Any]:
     return {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
+def _shard(model: TrainedModel, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Where each tensor of each model chunk, by its number, lies in the whole; checkpoints do not know of chunks."""
+    return {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(model.chunks)}
+
+
 def _build_model_state(model: TrainedModel, *, is_loading: bool) -> dict[str, Any]:
     metadata = _build_metadata()
-    sharding = model.gpt.sharded_state_dict(metadata=metadata)
+    sharding = _shard(model, metadata)
     return {
         "model": sharding,
         "optimizer": model.optimizer.sharded_state_dict(sharding, is_loading=is_loading, metadata=metadata),
@@ -132,7 +141,8 @@ def run_load_checkpoint(
 
 
 def _restore(model: TrainedModel, state: dict[str, Any]) -> None:
-    model.gpt.load_state_dict(state["model"])
+    for number, chunk in enumerate(model.chunks):
+        chunk.load_state_dict(state["model"][str(number)])
     _restore_optimizer(model.optimizer, state["optimizer"])
     model.resume(int(state["num_train_steps"]))
 

@@ -14,8 +14,9 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor, nn
 
+from rlrecipes.engines.megatron.configuration import build_transformer_config
 from rlrecipes.engines.megatron.forward import Batch, Inputs
-from rlrecipes.engines.megatron.model import build_model, build_transformer_config
+from rlrecipes.engines.megatron.model import build_model
 from rlrecipes.engines.megatron.trained_model import TrainedModel
 from rlrecipes.engines.megatron.weights import WeightMap
 from rlrecipes.plan.nodes import CriticNode, ModelNode, TrainerNode
@@ -87,12 +88,13 @@ def build_critic(model: ModelNode, trainer: TrainerNode, critic: CriticNode) -> 
     """
     # Untied: the embedding is not the head, so the last stage holds no copy of it.
     shapes = model.shapes.model_copy(update={"untie_embeddings_and_output_weights": True})
-    gpt = build_model(model.model_copy(update={"shapes": shapes}), trainer, build_transformer_config(model, trainer))
-    if gpt.post_process:
-        gpt.output_layer = ValueHead(shapes.hidden_size, trainer.seed, trainer.sequence_parallel, trainer.device)
-    weights = WeightMap(gpt, shapes, parallel_state.get_tensor_model_parallel_group(), elsewhere=frozenset({_HEAD}))
+    chunks = build_model(model.model_copy(update={"shapes": shapes}), trainer, build_transformer_config(model, trainer))
+    if chunks[-1].post_process:
+        head = ValueHead(shapes.hidden_size, trainer.seed, trainer.sequence_parallel, trainer.device)
+        chunks[-1].output_layer = head
+    weights = WeightMap(chunks, shapes, parallel_state.get_tensor_model_parallel_group(), elsewhere=frozenset({_HEAD}))
     return TrainedModel(
-        gpt,
+        chunks,
         weights,
         trainer,
         critic.optim,

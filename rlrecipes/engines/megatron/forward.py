@@ -10,12 +10,12 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rlrecipes.engines.megatron.context_parallel import find_positions, pad_starts, sum_over_ranks
 from rlrecipes.engines.megatron.logprobs import compute_logprobs
 from rlrecipes.engines.megatron.topk import compute_logprobs_at, find_topk
 from rlrecipes.types import MicroBatch
@@ -31,48 +31,83 @@ Output = tuple[Tensor, Callable[..., Any]]
 class Inputs:
     """One micro-batch as the model takes it.
 
+    The objective sees all of it on every rank; the model sees this CP rank's share of the tokens.
+
     Attributes:
         batch: the arrays of the MicroBatch as tensors under their names (an array that is None is absent), and
             ``sample_index``, [T] int64: which packed sample each position belongs to.
-        packed: where each sample starts, in Megatron's words; padding is a sample too.
-        positions: those whose logits are computed, [N]; None for all.
+        token_ids: [1, T'] int64, of this CP rank.
+        position_ids: [1, T'] int64.
+        packed: where each sample starts over all CP ranks, in Megatron's words; padding is a sample too.
+        positions: those of the T' whose logits are computed, [N]; None for all.
+        places: where these lie in the batch, [N]; T for what only pads a sample. None when they are the batch itself.
+        group: CP ranks.
     """
 
     batch: dict[str, Tensor]
+    token_ids: Tensor
+    position_ids: Tensor
     packed: PackedSeqParams
     positions: Tensor | None
+    places: Tensor | None
+    group: dist.ProcessGroup
 
     def take(self, name: str) -> Tensor:
         """An array of the batch at the positions whose logits are computed, [N, ...]."""
         array = self.batch[name]
-        return array if self.positions is None else array[self.positions]
+        return array if self.places is None else array[self.places.clamp(max=len(array) - 1)]
 
     def spread(self, values: Tensor) -> Tensor:
-        """Put values [N, ...] of these positions where they belong, [T, ...]; 0 elsewhere."""
-        if self.positions is None:
+        """Put values [N, ...] of these positions, of all CP ranks, where they belong, [T, ...]; 0 elsewhere."""
+        if self.places is None:
             return values
         num_tokens = len(self.batch["loss_mask"])
-        return values.new_zeros(num_tokens, *values.shape[1:]).index_copy(0, self.positions, values)
+        whole = values.new_zeros(num_tokens + 1, *values.shape[1:]).index_copy(0, self.places, values)
+        return sum_over_ranks(whole[:num_tokens], self.group)
 
 
-def build_inputs(micro_batch: MicroBatch, *, device: str, is_sequence_parallel: bool) -> Inputs:
+def build_inputs(
+    micro_batch: MicroBatch, *, device: str, is_sequence_parallel: bool, group: dist.ProcessGroup
+) -> Inputs:
     """Turn arrays into what the model takes.
 
     The output layer is the widest, so it sees only tokens that are trained; not under sequence parallelism, where it
     gathers the tokens itself.
+
+    Args:
+        micro_batch: of this data-parallel rank.
+        device: where the tensors go.
+        is_sequence_parallel: whether activations are split over TP.
+        group: CP ranks, over which each sample is split.
     """
     arrays = {field.name: getattr(micro_batch, field.name) for field in dataclasses.fields(micro_batch)}
     del arrays["sample_indices"]
     # Copied: arrays that came through Ray are read-only, which torch has no notion of.
     batch = {name: torch.tensor(array, device=device) for name, array in arrays.items() if array is not None}
-    lengths = np.diff(micro_batch.cu_seqlens)
-    starts, longest = batch["cu_seqlens"], int(lengths.max())
-    batch["sample_index"] = torch.tensor(np.repeat(np.arange(len(lengths)), lengths), device=device)
+    lengths = batch["cu_seqlens"].diff()
+    batch["sample_index"] = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+    starts = pad_starts(batch["cu_seqlens"], group.size())
+    longest = int(starts.diff().max())
     packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest)
-    positions = batch["loss_mask"].nonzero().squeeze(1)
-    if not len(positions):  # nothing but padding: keep one, so that every gradient exists
-        positions = positions.new_zeros(1)
-    return Inputs(batch, packed, None if is_sequence_parallel else positions)
+    if group.size() == 1:
+        token_ids, position_ids, places = batch["token_ids"], batch["position_ids"], None
+        is_trained = batch["loss_mask"]
+    else:
+        sample, position_ids = find_positions(starts, group.size(), group.rank())
+        is_padding = position_ids >= lengths[sample]
+        places = torch.where(is_padding, len(batch["token_ids"]), batch["cu_seqlens"][sample] + position_ids)
+        token_ids, is_trained = (_append_zero(batch[name])[places] for name in ("token_ids", "loss_mask"))
+    positions = None
+    if not is_sequence_parallel:
+        positions = is_trained.nonzero().squeeze(1)
+        if not len(positions):  # nothing is trained here: keep one, so that every gradient exists
+            positions = positions.new_zeros(1)
+        places = positions if places is None else places[positions]
+    return Inputs(batch, token_ids[None], position_ids[None], packed, positions, places, group)
+
+
+def _append_zero(array: Tensor) -> Tensor:
+    return torch.nn.functional.pad(array, (0, 1))
 
 
 class Reader(Protocol):
@@ -185,8 +220,8 @@ class TopkReader:
 def _run_model(micro_batches: Iterator[Inputs], model: Any) -> tuple[Inputs, Tensor]:
     inputs = next(micro_batches)
     out = model(
-        inputs.batch["token_ids"][None],
-        inputs.batch["position_ids"][None],
+        inputs.token_ids,
+        inputs.position_ids,
         None,
         packed_seq_params=inputs.packed,
         output_processor=compute_logits,

@@ -56,30 +56,18 @@ def compute_finite_norm(
 
 
 def build_optimizer(
-    optim: OptimConfig, params_dtype: torch.dtype, chunks: list[DistributedDataParallel], *, where: str, section: str
+    config: OptimizerConfig, chunks: list[DistributedDataParallel], *, where: str, section: str
 ) -> ChainedOptimizer:
     """Build Adam with state sharded over the data-parallel ranks, state present and zero.
 
+    Moments and, for bfloat16, a copy of the weights are float32.
+
     Args:
-        optim: Adam's numbers.
-        params_dtype: of the weights; moments and, for bfloat16, a copy of the weights are float32.
+        config: Adam's numbers and the weights' precision.
         chunks: the model, wrapped.
         where: of an error: the method that trains.
-        section: of the recipe, that holds ``optim``.
+        section: of the recipe, that holds Adam's numbers.
     """
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=optim.lr,
-        min_lr=optim.min_lr,
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.adam_beta1,
-        adam_beta2=optim.adam_beta2,
-        adam_eps=optim.adam_eps,
-        clip_grad=optim.clip_grad,
-        use_distributed_optimizer=True,
-        bf16=params_dtype is torch.bfloat16,
-        params_dtype=params_dtype,
-    )
     optimizer = get_megatron_optimizer(config, chunks, _build_overrides(config))
     optimizer.get_grad_norm = functools.partial(compute_finite_norm, optimizer.get_grad_norm, where, section)
     if not HAVE_APEX_OR_TE:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rlrecipes.engines.megatron import cpu
 from rlrecipes.engines.megatron.checkpoint import run_load_checkpoint, run_save_checkpoint
+from rlrecipes.engines.megatron.configuration import build_transformer_config, to_megatron_num_chunks
 from rlrecipes.engines.megatron.critic import ValueReader, build_critic
 from rlrecipes.engines.megatron.export import run_export_hf
 from rlrecipes.engines.megatron.forward import (
@@ -31,7 +32,7 @@ from rlrecipes.engines.megatron.forward import (
     build_reading_step,
     build_train_step,
 )
-from rlrecipes.engines.megatron.model import build_model, build_transformer_config
+from rlrecipes.engines.megatron.model import build_model
 from rlrecipes.engines.megatron.trained_model import TrainedModel
 from rlrecipes.engines.megatron.weights import WeightMap
 from rlrecipes.errors import TrainerError
@@ -48,7 +49,7 @@ class TrainerRank:
     Args:
         trainer: layout, precision, optimizer; the same on every rank.
         model: the trained model; the same on every rank.
-        rank: 0 .. number of ranks - 1; TP fastest, then DP, then PP.
+        rank: 0 .. number of ranks - 1; TP fastest, then CP, DP and PP.
         master_address: host of rank 0.
         master_port: free port there.
 
@@ -65,10 +66,10 @@ class TrainerRank:
         config = build_transformer_config(model, trainer)
         self._init_process_group(rank, f"tcp://{master_address}:{master_port}")
         self._seed(0)
-        gpt = build_model(model, trainer, config)
+        chunks = build_model(model, trainer, config)
         group = parallel_state.get_tensor_model_parallel_group()
-        self._weights = WeightMap(gpt, model.shapes, group)
-        self._policy = TrainedModel(gpt, self._weights, trainer, trainer.optim, trainer.num_train_steps_total)
+        self._weights = WeightMap(chunks, model.shapes, group)
+        self._policy = TrainedModel(chunks, self._weights, trainer, trainer.optim, trainer.num_train_steps_total)
         self._critic = build_critic(model, trainer, trainer.critic) if trainer.critic else None
         self._reader = LogprobReader(
             trainer.temperature, model.shapes.vocab_size, group, top_p=trainer.top_p, top_k=trainer.top_k
@@ -107,6 +108,8 @@ class TrainerRank:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self._trainer.tensor_model_parallel_size,
             pipeline_model_parallel_size=self._trainer.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=to_megatron_num_chunks(self._trainer),
+            context_parallel_size=self._trainer.context_parallel_size,
             distributed_timeout_minutes=max(1, int(_COLLECTIVE_TIMEOUT_S // 60)),
         )
 
@@ -121,12 +124,12 @@ class TrainerRank:
 
     @property
     def is_weight_source(self) -> bool:
-        """Whether weights leave from here: TP rank 0 and DP rank 0 of each pipeline stage."""
+        """Whether weights leave from here: rank 0 of TP, CP and DP of each pipeline stage."""
         return self._is_first_replica and parallel_state.get_tensor_model_parallel_rank() == 0
 
     @property
     def _is_first_replica(self) -> bool:
-        return bool(parallel_state.get_data_parallel_rank() == 0)
+        return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
 
     @property
     def _is_last_stage(self) -> bool:
@@ -157,7 +160,7 @@ class TrainerRank:
             self._keep("reference")
 
     def _keep(self, which: str) -> None:
-        self._frozen[which] = {name: p.detach().cpu().clone() for name, p in self._policy.gpt.named_parameters()}
+        self._frozen[which] = {name: p.detach().cpu().clone() for name, p in self._policy.named_parameters()}
 
     def iter_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Whole HF tensors this pipeline stage owns, each once; see ``WeightMap.iter_hf_tensors``.
@@ -182,13 +185,13 @@ class TrainerRank:
     @contextmanager
     def _frozen_weights(self, which: str) -> Iterator[None]:
         """Show other weights to the model; the policy's stay where they are."""
-        policy = {name: p.data for name, p in self._policy.gpt.named_parameters()}
+        policy = {name: p.data for name, p in self._policy.named_parameters()}
         try:
-            for name, parameter in self._policy.gpt.named_parameters():
+            for name, parameter in self._policy.named_parameters():
                 parameter.data = self._frozen[which][name].to(parameter.device)
             yield
         finally:
-            for name, parameter in self._policy.gpt.named_parameters():
+            for name, parameter in self._policy.named_parameters():
                 parameter.data = policy[name]
 
     # ---- compute
@@ -203,8 +206,8 @@ class TrainerRank:
             which: the weights as they are, as :meth:`load_hf` left them, or the teacher's.
 
         Returns:
-            [T] float32 nats per micro-batch, aligned to ``target_ids``, 0 where ``loss_mask`` is False, on TP rank 0 of
-            the last stage; [] elsewhere.
+            [T] float32 nats per micro-batch, aligned to ``target_ids``, 0 where ``loss_mask`` is False, on rank 0 of TP
+            and CP of the last stage; [] elsewhere.
 
         Raises:
             TrainerError: weights are asked for that were not kept.
@@ -220,7 +223,7 @@ class TrainerRank:
 
         Returns:
             [T, 2 K] float32 per micro-batch: K token ids, likeliest first, then their nats at ``trainer.temperature``;
-            0 where ``loss_mask`` is False. On TP rank 0 of the last stage; [] elsewhere.
+            0 where ``loss_mask`` is False. On rank 0 of TP and CP of the last stage; [] elsewhere.
 
         Raises:
             TrainerError: no teacher was kept.
@@ -236,8 +239,9 @@ class TrainerRank:
             return self._to_arrays(self._policy.run_forward(build_reading_step(reader), micro_batches))
 
     def _to_arrays(self, found: list[Tensor]) -> list[np.ndarray]:
-        """What was read, where it is answered: TP rank 0 of the last stage."""
-        if not self._is_last_stage or parallel_state.get_tensor_model_parallel_rank() != 0:
+        """What was read, where it is answered: rank 0 of TP and CP of the last stage."""
+        ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+        if not self._is_last_stage or any(ranks):
             return []
         return [tensor.cpu().numpy() for tensor in found]
 
@@ -275,8 +279,8 @@ class TrainerRank:
 
         Returns:
             [T] float32 in units of the reward per micro-batch, aligned to ``target_ids``: entry t has seen the tokens
-            up to t and not ``target_ids[t]``; 0 where ``loss_mask`` is False. On TP rank 0 of the last stage; []
-            elsewhere.
+            up to t and not ``target_ids[t]``; 0 where ``loss_mask`` is False. On rank 0 of TP and CP of the last
+            stage; [] elsewhere.
 
         Raises:
             TrainerError: there is no critic.
@@ -311,7 +315,7 @@ class TrainerRank:
     # ---- checkpoint
 
     def save_checkpoint(self, directory: str | Path) -> None:
-        """Write models, optimizers, schedules and reference; resumable at another TP, PP or DP.
+        """Write models, optimizers, schedules and reference; resumable at another layout.
 
         Args:
             directory: empty, on a file system every rank sees. Only a directory whose save returned is complete, so

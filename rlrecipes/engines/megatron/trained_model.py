@@ -5,17 +5,20 @@ Owns what policy and critic have alike; refuses to know what is read from the mo
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlrecipes.config.schema import OptimConfig
+from rlrecipes.engines.megatron.configuration import build_ddp_config, build_optimizer_config
 from rlrecipes.engines.megatron.forward import Inputs, LossSums, Output, build_inputs
 from rlrecipes.engines.megatron.optimizer import build_optimizer, build_scheduler
 from rlrecipes.engines.megatron.reduction import reduce_metrics
@@ -31,13 +34,13 @@ class TrainedModel:
     """One learning model of a trainer rank; every rank calls the same methods in the same order.
 
     Attributes:
-        gpt: this stage's part, unwrapped.
+        chunks: this stage's part, unwrapped, one a model chunk.
         weights: its way from and to an HF directory.
-        ddp: the same part with its gradients.
+        ddp: the same chunks with their gradients.
         optimizer: state sharded over the data-parallel ranks.
 
     Args:
-        gpt: this stage's part, weights still undefined.
+        chunks: this stage's part, weights still undefined.
         weights: the table applied to it.
         trainer: layout and device.
         optim: Adam's numbers and the schedule's shape.
@@ -48,7 +51,7 @@ class TrainedModel:
 
     def __init__(
         self,
-        gpt: GPTModel,
+        chunks: list[GPTModel],
         weights: WeightMap,
         trainer: TrainerNode,
         optim: OptimConfig,
@@ -57,15 +60,24 @@ class TrainedModel:
         where: str = "trainer.train_step",
         section: str = "optim",
     ) -> None:
-        self.gpt, self.weights = gpt, weights
+        self.chunks, self.weights = chunks, weights
         self._trainer, self._where, self._section = trainer, where, section
-        config = gpt.config
+        config, ddp_config = chunks[0].config, build_ddp_config(trainer)  # all chunks have one config
         # Loss weights say what is averaged: no division by tokens, micro-batches or ranks happens anywhere.
         config.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: finalize_model_grads(chunks, **kw)
-        self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt)
-        self.optimizer = build_optimizer(optim, config.params_dtype, [self.ddp], where=where, section=section)
+        self.ddp = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+        if ddp_config.overlap_grad_reduce:  # gradients leave while the last micro-batch goes backward
+            syncs = [chunk.no_sync for chunk in self.ddp]
+            config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+        optimizer_config = build_optimizer_config(trainer, optim, config.params_dtype)
+        self.optimizer = build_optimizer(optimizer_config, self.ddp, where=where, section=section)
         self._scheduler = build_scheduler(optim, num_train_steps_total, self.optimizer)
         self._schedule = get_forward_backward_func()
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Every parameter of this rank; its name starts with the number of its chunk."""
+        for number, chunk in enumerate(self.chunks):
+            yield from ((f"{number}.{name}", parameter) for name, parameter in chunk.named_parameters())
 
     @property
     def num_train_steps(self) -> int:
@@ -89,7 +101,8 @@ class TrainedModel:
 
     def run_forward(self, step: Step, micro_batches: Sequence[MicroBatch]) -> list[Any]:
         """What a step of :func:`build_reading_step` reads, a micro-batch each, on the last stage; elsewhere nothing."""
-        self.ddp.eval()
+        for chunk in self.ddp:
+            chunk.eval()
         with torch.no_grad():
             return self.run_schedule(step, micro_batches, forward_only=True, collect_non_loss_data=True)
 
@@ -109,8 +122,9 @@ class TrainedModel:
         Raises:
             TrainerError: loss or gradient is not finite; on every rank, and no weight was changed.
         """
-        self.ddp.train()
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.train()
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         found: list[LossSums] = []
         if without_gradient:
@@ -130,16 +144,19 @@ class TrainedModel:
 
     def run_schedule(self, step: Step, micro_batches: Sequence[MicroBatch], **kwargs: Any) -> list[Any]:
         """Megatron's schedule over micro-batches; its options are ``kwargs``."""
+        trainer, group = self._trainer, parallel_state.get_context_parallel_group()
         inputs: Iterator[Inputs] = (
-            build_inputs(micro_batch, device=self._trainer.device, is_sequence_parallel=self._trainer.sequence_parallel)
+            build_inputs(
+                micro_batch, device=trainer.device, is_sequence_parallel=trainer.sequence_parallel, group=group
+            )
             for micro_batch in micro_batches
         )
         found: list[Any] = self._schedule(
             forward_step_func=step,
-            data_iterator=inputs,
+            data_iterator=list(itertools.tee(inputs, len(self.ddp))),  # every chunk sees every micro-batch
             model=self.ddp,
             num_microbatches=len(micro_batches),
-            seq_length=self._trainer.max_tokens_per_micro_batch,  # unused: lengths travel with the activations
+            seq_length=trainer.max_micro_batch_tokens,  # unused: lengths travel with the activations
             micro_batch_size=1,
             **kwargs,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -141,7 +142,7 @@ class WeightMap:
     """The table, applied to this rank's part of a model.
 
     Args:
-        gpt: this stage's GPTModel, unwrapped.
+        chunks: this stage's GPTModels, unwrapped, one a model chunk.
         shapes: of the whole model.
         group: TP ranks of this stage.
         elsewhere: parameters that no HF model has; their values come from elsewhere.
@@ -149,29 +150,29 @@ class WeightMap:
 
     def __init__(
         self,
-        gpt: torch.nn.Module,
+        chunks: Sequence[GPTModel],
         shapes: ModelShapes,
         group: dist.ProcessGroup,
         elsewhere: frozenset[str] = frozenset(),
     ) -> None:
-        self._gpt, self._shapes, self._group, self._elsewhere = gpt, shapes, group, elsewhere
+        self._chunks, self._shapes, self._group, self._elsewhere = chunks, shapes, group, elsewhere
         self._rank, self._size = group.rank(), group.size()
 
     @cached_property
     def _entries(self) -> list[tuple[Row, tuple[str, ...], torch.nn.Parameter]]:
         """(row, HF names, parameter) of every parameter of this rank that an HF model has."""
-        layers = {index: layer.layer_number - 1 for index, layer in enumerate(self._gpt.decoder.layers)}  # type: ignore
-        entries = []
-        for name, parameter in self._gpt.named_parameters():
+        return [entry for chunk in self._chunks for entry in self._list_entries(chunk)]
+
+    def _list_entries(self, chunk: GPTModel) -> Iterator[tuple[Row, tuple[str, ...], torch.nn.Parameter]]:
+        for name, parameter in chunk.named_parameters():
             if name in self._elsewhere:
                 continue
             match = _LAYER.match(name)
             row = _ROWS_BY_NAME[_LAYER.sub("decoder.layers.{}.", name)]
             if row.megatron[0] == "output_layer.weight" and not self._shapes.untie_embeddings_and_output_weights:
                 row = EMBEDDING  # a last stage's copy of the tied embedding
-            layer = layers[int(match[1])] if match else None
-            entries.append((row, tuple(hf.format(layer) for hf in row.hf), parameter))
-        return entries
+            layer = chunk.decoder.layers[int(match[1])].layer_number - 1 if match else None
+            yield row, tuple(hf.format(layer) for hf in row.hf), parameter
 
     @torch.no_grad()
     def run_load(self, read: Read) -> None:
@@ -205,7 +206,7 @@ class WeightMap:
             (HF name, tensor in the model's dtype on its device).
         """
         for row, names, parameter in self._entries:
-            if row is EMBEDDING and not self._gpt.pre_process:
+            if row is EMBEDDING and not self._chunks[0].pre_process:
                 continue
             local = parameter.detach()
             parts = [local]

@@ -1,4 +1,4 @@
-"""Two processes that build trainer ranks again and again: starting one costs seconds, building a rank does not."""
+"""Processes that build trainer ranks again and again: starting one costs seconds, building a rank does not."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from rlrecipes.batching.grid import build_grid
 from rlrecipes.config.schema import ModelShapes, OptimConfig
 from rlrecipes.plan.nodes import DeviceNode, ModelNode, TrainerNode
-from rlrecipes.types import Sample
+from rlrecipes.types import MicroBatch, Sample
 
 _TASK_TIMEOUT_S = 120
 
@@ -29,13 +30,33 @@ class Layout:
     pp: int = 1
     dp: int = 1
     sp: bool = False
+    cp: int = 1
+    vpp: int | None = None
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
+
+    def row_of(self, rank: int) -> int:
+        """The data-parallel rank of a rank: TP fastest, then CP, DP and PP."""
+        return rank // (self.tp * self.cp) % self.dp
+
+    def build_rows(self, samples: list[Sample]) -> list[list[MicroBatch]]:
+        """The grid as the driver builds it."""
+        node = build_trainer_node(self)
+        return build_grid(
+            samples,
+            num_ranks=self.dp,
+            max_tokens=96,
+            sample_multiple=node.sample_multiple,
+            pad_to_multiple=node.micro_batch_multiple,
+            num_micro_batches_multiple=node.num_micro_batches_multiple,
+        )
 
 
 SINGLE, TP2, TP2_SP, PP2, DP2 = Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2)
+CP2, CP2_TP2_SP, CP2_DP2 = Layout(cp=2), Layout(cp=2, tp=2, sp=True), Layout(cp=2, dp=2)
+PP2_VPP2, CP2_PP2 = Layout(pp=2, vpp=2), Layout(cp=2, pp=2)
 
 
 def build_model_node(family: str = "qwen3", *, is_tied: bool = True, dtype: str = "float32") -> ModelNode:
@@ -83,8 +104,8 @@ def build_trainer_node(layout: Layout, *, needs_reference: bool = False, **chang
         "device": "cpu",
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": None,
-        "context_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
         "data_parallel_size": layout.dp,
         "expert_model_parallel_size": 1,
         "expert_tensor_parallel_size": layout.tp,
@@ -170,16 +191,20 @@ class RankGroup:
     """Runs a module-level function ``(rank, port, *arguments)`` on the first n processes at once."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(2)]
-        self._tasks = [ours for ours, _ in pipes]
-        self._processes = [
-            context.Process(target=_serve, args=(rank, theirs), daemon=False) for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process in self._processes:
+        self._context = multiprocessing.get_context("spawn")
+        self._tasks: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def _start(self, num_ranks: int) -> None:
+        for rank in range(len(self._processes), num_ranks):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, theirs), daemon=False)
             process.start()
+            self._tasks.append(ours)
+            self._processes.append(process)
 
     def run(self, num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        self._start(num_ranks)
         port = find_free_port()
         for tasks in self._tasks[:num_ranks]:
             tasks.send((function, port, arguments))

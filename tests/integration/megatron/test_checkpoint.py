@@ -12,19 +12,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_group import DP2, PP2, SINGLE, TP2, Layout, RankGroup, build_model_node, build_trainer_node, write_hf_model
-from test_training import GRPO, SAMPLES, build_rank, build_rows, row_of
+from rank_group import (
+    CP2,
+    DP2,
+    PP2,
+    PP2_VPP2,
+    SINGLE,
+    TP2,
+    Layout,
+    RankGroup,
+    build_model_node,
+    build_trainer_node,
+    write_hf_model,
+)
+from test_training import GRPO, SAMPLES, build_rank
 
 from rlrecipes.errors import CheckpointError
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
 
-RESUMES = [(layout, layout) for layout in (SINGLE, TP2, PP2, DP2)] + [
-    pair for layout in (TP2, PP2, DP2) for pair in ((SINGLE, layout), (layout, SINGLE))
+RESUMES = [(layout, layout) for layout in (SINGLE, TP2, PP2, DP2, CP2, PP2_VPP2)] + [
+    pair for layout in (TP2, PP2, DP2, CP2, PP2_VPP2) for pair in ((SINGLE, layout), (layout, SINGLE))
 ]
 
 
 def train(trainer_rank: Any, rank: int, layout: Layout, num_steps: int) -> list[dict[str, float]]:
-    row = build_rows(SAMPLES, layout)[row_of(rank, layout)]
+    row = layout.build_rows(SAMPLES)[layout.row_of(rank)]
     return [trainer_rank.train_step(row, GRPO) for _ in range(num_steps)]
 
 
@@ -34,7 +46,7 @@ def save_and_go_on(
     trainer_rank = build_rank(rank, port, trainer, node, path)
     train(trainer_rank, rank, layout, 2)
     trainer_rank.save_checkpoint(saved)
-    row = build_rows(SAMPLES, layout)[row_of(rank, layout)]
+    row = layout.build_rows(SAMPLES)[layout.row_of(rank)]
     reference = trainer_rank.compute_logprobs(row, which="reference")
     steps = train(trainer_rank, rank, layout, 3)
     trainer_rank.close()
@@ -46,7 +58,7 @@ def load_and_go_on(
 ) -> Any:
     trainer_rank = build_rank(rank, port, trainer, node, path if rank else None)  # loading HF first changes nothing
     trainer_rank.load_checkpoint(saved)
-    row = build_rows(SAMPLES, layout)[row_of(rank, layout)]
+    row = layout.build_rows(SAMPLES)[layout.row_of(rank)]
     reference = trainer_rank.compute_logprobs(row, which="reference")
     steps = train(trainer_rank, rank, layout, 3)
     trainer_rank.close()

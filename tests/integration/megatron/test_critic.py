@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 from rank_group import (
+    CP2,
+    CP2_TP2_SP,
     DP2,
     PP2,
+    PP2_VPP2,
     SINGLE,
     TP2,
     TP2_SP,
@@ -24,7 +27,7 @@ from rank_group import (
     build_trainer_node,
     write_hf_model,
 )
-from test_training import GRPO, build_rank, build_rows, explode_gradient, row_of
+from test_training import GRPO, build_rank, explode_gradient
 
 from rlrecipes.algos.value_loss import compute_value_objective
 from rlrecipes.batching.grid import unpack_tokens
@@ -46,7 +49,7 @@ OPTIM = OptimConfig(
 )
 CRITIC = CriticNode(path=None, optim=OPTIM, num_train_steps_total=8)
 OBJECTIVE = partial(compute_value_objective, value_clip=0.05)
-LAYOUTS = [SINGLE, TP2, TP2_SP, PP2, DP2]
+LAYOUTS = [SINGLE, TP2, TP2_SP, PP2, DP2, CP2, PP2_VPP2, CP2_TP2_SP]
 HEAD = "head"
 
 
@@ -70,14 +73,15 @@ def build_critic_trainer(layout: Layout, **changes: Any) -> TrainerNode:
 
 
 def own_row(rank: int, layout: Layout) -> list[MicroBatch]:
-    return build_rows(SAMPLES, layout)[row_of(rank, layout)]
+    return layout.build_rows(SAMPLES)[layout.row_of(rank)]
 
 
 def read_critic(trainer_rank: Any) -> dict[str, torch.Tensor]:
     """Weights of the critic that this rank can tell: of its stage, by HF names, and the head."""
     critic = trainer_rank._critic
     found = {name: tensor.clone() for name, tensor in critic.weights.iter_hf_tensors()}
-    return found | ({HEAD: critic.gpt.output_layer.weight.detach().clone()} if critic.gpt.post_process else {})
+    last = critic.chunks[-1]
+    return found | ({HEAD: last.output_layer.weight.detach().clone()} if last.post_process else {})
 
 
 def read_policy(trainer_rank: Any) -> dict[str, torch.Tensor]:
@@ -181,7 +185,7 @@ def values_of(found: list[Any], layout: Layout, index: int) -> list[np.ndarray]:
     """By sample; entry t speaks of token t."""
     answers = [part["values"][index] for part in found if part["values"][index]]
     assert len(answers) == layout.dp
-    return unpack_tokens(build_rows(SAMPLES, layout), answers, len(SAMPLES))
+    return unpack_tokens(layout.build_rows(SAMPLES), answers, len(SAMPLES))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -209,7 +213,7 @@ def test_values_losses_and_gradients_are_those_of_a_plain_model(layout: Layout, 
 def test_every_rank_holds_the_same_head(layout: Layout, trained: Any) -> None:
     found = trained(layout)
     heads = [[weights[HEAD] for weights in part["weights"]] for part in found if HEAD in part["weights"][0]]
-    assert len(heads) == layout.tp * layout.dp
+    assert len(heads) == layout.tp * layout.cp * layout.dp
     assert all(torch.equal(head, first) for own in heads for head, first in zip(own, heads[0], strict=True))
     assert torch.equal(heads[0][0], trained(SINGLE)[0]["weights"][0][HEAD])
     assert float(heads[0][0].std()) * math.sqrt(48) == pytest.approx(0.1, rel=0.3)
@@ -365,13 +369,13 @@ def saved(model: Any, ranks: RankGroup, tmp_path_factory: pytest.TempPathFactory
 
 def collect(found: list[Any], layout: Layout) -> tuple[Any, list[np.ndarray]]:
     answers = [values for _, values in found if values]
-    return found[0][0], unpack_tokens(build_rows(SAMPLES, layout), answers, len(SAMPLES))
+    return found[0][0], unpack_tokens(layout.build_rows(SAMPLES), answers, len(SAMPLES))
 
 
 RESUMES = [
     *((layout, layout, "float32") for layout in (SINGLE, TP2_SP, PP2, DP2)),
-    *((SINGLE, layout, "float32") for layout in (TP2_SP, PP2, DP2)),
-    *((layout, SINGLE, "float32") for layout in (TP2_SP, PP2, DP2)),
+    *((SINGLE, layout, "float32") for layout in (TP2_SP, PP2, DP2, CP2, PP2_VPP2)),
+    *((layout, SINGLE, "float32") for layout in (TP2_SP, PP2, DP2, CP2, PP2_VPP2)),
     *((layout, layout, "bfloat16") for layout in (TP2_SP, PP2, DP2)),  # but the head: two precisions in one optimizer
 ]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_group import SINGLE, RankGroup, build_model_node, build_trainer_node, write_hf_model
-from test_training import GRPO, SAMPLES, build_rank, build_rows
+from test_training import GRPO, SAMPLES, build_rank
 
 from rlrecipes.errors import ConfigError
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
@@ -61,50 +61,54 @@ def test_only_megatron_sees_the_patches(ranks: RankGroup) -> None:
 
 def build_configs(rank: int, port: int, trainers: list[TrainerNode], node: ModelNode) -> list[Any]:
     from rlrecipes.engines.megatron import cpu
-    from rlrecipes.engines.megatron.model import build_transformer_config, compute_padded_vocab_size
+    from rlrecipes.engines.megatron.configuration import (
+        build_ddp_config,
+        build_optimizer_config,
+        build_transformer_config,
+    )
+    from rlrecipes.engines.megatron.model import compute_padded_vocab_size
 
     cpu.run_patches()
     told: list[Any] = [compute_padded_vocab_size(97, tp) for tp in (1, 2, 8)] + [compute_padded_vocab_size(129, 3)]
     for trainer in trainers:
         try:
-            told.append(build_transformer_config(node, trainer).recompute_granularity)
+            config = build_transformer_config(node, trainer)
+            optimizer = build_optimizer_config(trainer, trainer.optim, config.params_dtype)
+            told.append((config.init_method_std, optimizer.decoupled_lr, build_ddp_config(trainer).bucket_size))
         except ConfigError as error:
             told.append([(problem.where, problem.problem, problem.fix) for problem in error.problems])
     return told
 
 
-def test_native_options_are_judged_and_taken(ranks: RankGroup) -> None:
+def test_native_options_are_judged_and_go_to_the_class_that_has_them(ranks: RankGroup) -> None:
     natives: list[dict[str, Any]] = [
-        {"recompute_granularity": "selective"},
-        {"recompute_granularty": "full", "num_layers": 3},
-        {"recompute_granularity": "sometimes"},
+        {"init_method_std": 0.5, "decoupled_lr": 0.25, "bucket_size": 7},
+        {"hidden_dropot": 0.1, "num_layers": 3},
+        {"num_moe_experts": 0},
     ]
     trainers = [build_trainer_node(SINGLE, megatron=native) for native in natives]
     found = ranks.run(1, build_configs, trainers, build_model_node())[0]
     assert found[:4] == [128, 128, 128, 384]
-    assert found[4] == "selective"
+    assert found[4] == (0.5, 0.25, 7)
     (misspelt, taken), (refused,) = found[5], found[6]
-    assert misspelt[0] == "parallel.megatron.recompute_granularty"
-    assert "recompute_granularity" in misspelt[2]
-    assert taken[0] == "parallel.megatron.num_layers"
+    assert misspelt[0] == "parallel.megatron.hidden_dropot"
+    assert "hidden_dropout" in misspelt[2]
+    assert taken[0] == "parallel.megatron.num_layers" and taken[2] == "set model.shapes.num_layers"
     assert refused[0] == "parallel"
 
 
 def train_in_bfloat16(rank: int, port: int, trainer: TrainerNode, node: ModelNode, path: Path) -> Any:
     trainer_rank = build_rank(rank, port, trainer, node, path)
-    row = build_rows(SAMPLES, SINGLE)[0]
+    row = SINGLE.build_rows(SAMPLES)[0]
     before = {name: tensor.clone() for name, tensor in trainer_rank.iter_hf_tensors()}
     steps = [trainer_rank.train_step(row, GRPO) for _ in range(2)]
     return before, steps, dict(trainer_rank.iter_hf_tensors())
 
 
-@pytest.mark.parametrize(
-    "native", [{}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}]
-)
-def test_bfloat16_and_recomputing_stay_near_float32(native: dict[str, Any], ranks: RankGroup, tmp_path: Path) -> None:
+def test_bfloat16_stays_near_float32(ranks: RankGroup, tmp_path: Path) -> None:
     node = build_model_node("qwen3", dtype="bfloat16")
     write_hf_model(build_model_node("qwen3"), tmp_path)
-    trainer = build_trainer_node(SINGLE, megatron=native)
+    trainer = build_trainer_node(SINGLE)
     before, steps, after = ranks.run(1, train_in_bfloat16, trainer, node, tmp_path)[0]
     exact = ranks.run(1, train_in_bfloat16, trainer, build_model_node("qwen3"), tmp_path)[0][1]
     assert steps[0]["entropy"] == pytest.approx(exact[0]["entropy"], rel=1e-2)

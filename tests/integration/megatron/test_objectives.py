@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from rank_group import (
+    CP2,
+    CP2_TP2_SP,
     DP2,
     PP2,
     SINGLE,
@@ -27,7 +29,6 @@ from test_training import GRPO
 from rlrecipes.algos.aggregation import compute_loss_weights
 from rlrecipes.algos.objective import compute_custom_objective, compute_sft_objective
 from rlrecipes.algos.off_policy import OffPolicy
-from rlrecipes.batching.grid import build_grid
 from rlrecipes.config.schema import OptimConfig
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
 from rlrecipes.types import Sample
@@ -103,8 +104,7 @@ def take_steps(
         # Aggregations are weights of tokens, so each loss need not meet each of them here.
         for mode in MODES if name == "gspo" else [MODES[number % len(MODES)]]:
             samples = with_weights(make_samples(), mode)
-            grid = build_grid(samples, num_ranks=layout.dp, max_tokens=96, pad_to_multiple=layout.tp)
-            row = grid[rank // layout.tp % layout.dp]
+            row = layout.build_rows(samples)[layout.row_of(rank)]
             found[f"{name} {mode}"] = trainer_rank.train_step(row, objective)
     trainer_rank.close()
     return found
@@ -129,11 +129,11 @@ def single(model: tuple[ModelNode, Path], ranks: RankGroup) -> dict[str, Any]:
     return ranks.run(1, take_steps, SINGLE, build_still_trainer(SINGLE), *model)[0]
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2, DP2], ids=str)
+@pytest.mark.parametrize("layout", [TP2, PP2, DP2, CP2, CP2_TP2_SP], ids=str)
 def test_any_layout_gives_loss_gradient_and_metrics_of_one_process(
     layout: Layout, model: tuple[ModelNode, Path], single: dict[str, Any], ranks: RankGroup
 ) -> None:
-    for found in ranks.run(2, take_steps, layout, build_still_trainer(layout), *model):
+    for found in ranks.run(layout.num_ranks, take_steps, layout, build_still_trainer(layout), *model):
         assert found.keys() == single.keys()
         for name, metrics in found.items():
             assert metrics == pytest.approx(single[name], rel=1e-5, abs=1e-5), name

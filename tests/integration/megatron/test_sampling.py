@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rank_group import (
+    CP2,
     SINGLE,
     TP2,
     Layout,
@@ -19,7 +20,7 @@ from rank_group import (
     build_trainer_node,
     write_hf_model,
 )
-from test_training import GRPO, build_rank, build_rows
+from test_training import GRPO, build_rank
 
 from rlrecipes.batching.grid import unpack_tokens
 from rlrecipes.engines.megatron import logprobs
@@ -87,7 +88,7 @@ def train_on_rollouts(
     rank: int, port: int, layout: Layout, trainer: TrainerNode, node: ModelNode, path: Path, samples: list[Sample]
 ) -> Any:
     trainer_rank = build_rank(rank, port, trainer, node, path)
-    (row,) = build_rows(samples, layout)
+    (row,) = layout.build_rows(samples)
     before = trainer_rank.compute_logprobs(row, which="policy")
     metrics = trainer_rank.train_step(row, GRPO)
     trainer_rank.close()
@@ -123,13 +124,13 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return node, path, samples, wanted
 
 
-@pytest.mark.parametrize("layout", [SINGLE, TP2], ids=["single", "tp2"])
+@pytest.mark.parametrize("layout", [SINGLE, TP2, CP2], ids=["single", "tp2", "cp2"])
 def test_trainer_and_engine_agree_on_what_was_drawn(ranks: RankGroup, rollouts: Any, layout: Layout) -> None:
     node, path, samples, wanted = rollouts
     trainer = build_trainer_node(layout, **SAMPLING)
     arguments = (layout, trainer, node, path, samples)
     arrays, metrics = ranks.run(layout.num_ranks, train_on_rollouts, *arguments)[0]
-    for found, expected in zip(unpack_tokens(build_rows(samples, layout), [arrays], 6), wanted, strict=True):
+    for found, expected in zip(unpack_tokens(layout.build_rows(samples), [arrays], 6), wanted, strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-5)
     assert metrics["rollout_logprob_abs_diff_max"] < 2e-5
     assert metrics["ratio_max"] == pytest.approx(1, abs=5e-5) and metrics["grad_norm"] > 0

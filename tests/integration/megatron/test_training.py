@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from rank_group import (
+    CP2,
+    CP2_TP2_SP,
     DP2,
     PP2,
+    PP2_VPP2,
     SINGLE,
     TP2,
     TP2_SP,
@@ -26,10 +32,10 @@ from rank_group import (
 )
 
 from rlrecipes.algos.objective import compute_policy_objective, compute_sft_objective
-from rlrecipes.batching.grid import build_grid, unpack_tokens
+from rlrecipes.batching.grid import unpack_tokens
 from rlrecipes.errors import TrainerError
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
-from rlrecipes.types import MicroBatch, Sample
+from rlrecipes.types import Sample
 
 GRPO = partial(
     compute_policy_objective,
@@ -41,11 +47,7 @@ GRPO = partial(
     entropy_coef=0.01,
 )
 SAMPLES = build_samples(14)
-LAYOUTS = [TP2, TP2_SP, PP2, DP2]
-
-
-def build_rows(samples: list[Sample], layout: Layout) -> list[list[MicroBatch]]:
-    return build_grid(samples, num_ranks=layout.dp, max_tokens=96, pad_to_multiple=layout.tp)
+LAYOUTS = [TP2, TP2_SP, PP2, DP2, CP2, PP2_VPP2, CP2_TP2_SP]
 
 
 def build_rank(rank: int, port: int, trainer: TrainerNode, node: ModelNode, path: Path | None) -> Any:
@@ -57,25 +59,37 @@ def build_rank(rank: int, port: int, trainer: TrainerNode, node: ModelNode, path
     return trainer_rank
 
 
-def row_of(rank: int, layout: Layout) -> int:
-    """The data-parallel rank of a rank: TP fastest, then DP, then PP."""
-    return rank // layout.tp % layout.dp
-
-
 def with_maxima(batch: Any, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Any:
     loss, metrics = GRPO(batch, logprobs, entropy)
     return loss, {**metrics, "entropy_max": metrics["entropy"]}
+
+
+@contextmanager
+def count_calls() -> Iterator[Callable[[], int]]:
+    """How often attention and MLPs are computed."""
+    from megatron.core.transformer.mlp import MLP
+
+    from rlrecipes.engines.megatron import attention
+
+    attend, project = attention.compute_packed_attention, MLP.forward
+    with (
+        mock.patch.object(attention, "compute_packed_attention", side_effect=attend) as attends,
+        mock.patch.object(MLP, "forward", autospec=True, side_effect=project) as projects,
+    ):
+        yield lambda: attends.call_count + projects.call_count
 
 
 def train_three_steps(
     rank: int, port: int, layout: Layout, trainer: TrainerNode, node: ModelNode, path: Path
 ) -> dict[str, Any]:
     trainer_rank = build_rank(rank, port, trainer, node, path)
-    row = build_rows(SAMPLES, layout)[row_of(rank, layout)]
+    row = layout.build_rows(SAMPLES)[layout.row_of(rank)]
     before = trainer_rank.compute_logprobs(row, which="policy")
-    steps = [trainer_rank.train_step(row, with_maxima) for _ in range(3)]
+    with count_calls() as num_calls:
+        steps = [trainer_rank.train_step(row, with_maxima) for _ in range(3)]
     found = {
         "steps": steps,
+        "num_calls": num_calls(),
         "before": before,
         "policy": trainer_rank.compute_logprobs(row, which="policy"),
         "reference": trainer_rank.compute_logprobs(row, which="reference"),
@@ -95,7 +109,7 @@ def train_with_idle_samples(
     ]
     idle = [sample for index, sample in enumerate(samples) if index % 3]
     parts = (samples[::3], idle) if should_split else (samples, [])
-    rows = [build_rows(part, layout)[row_of(rank, layout)] if part else [] for part in parts]
+    rows = [layout.build_rows(part)[layout.row_of(rank)] if part else [] for part in parts]
     objective = partial(GRPO, kl_coef_in_loss=0.0, entropy_coef=0.0)
     trainer_rank = build_rank(rank, port, trainer, node, path)
     steps = [trainer_rank.train_step(rows[0], objective, rows[1]) for _ in range(2)]
@@ -106,7 +120,7 @@ def train_with_idle_samples(
 
 def read_teacher(rank: int, port: int, layout: Layout, trainer: TrainerNode, node: ModelNode, path: Path) -> Any:
     trainer_rank = build_rank(rank, port, trainer, node, path)
-    found = trainer_rank.compute_teacher_topk(build_rows(SAMPLES, layout)[row_of(rank, layout)], num_tokens=3)
+    found = trainer_rank.compute_teacher_topk(layout.build_rows(SAMPLES)[layout.row_of(rank)], num_tokens=3)
     trainer_rank.close()
     return found
 
@@ -116,7 +130,7 @@ def distil(
 ) -> Any:
     trainer_rank = build_rank(rank, port, trainer, node, path)
     objective = partial(GRPO, kl_coef_in_loss=0.0, distillation_topk_coef=0.3)
-    metrics = trainer_rank.train_step(build_rows(samples, layout)[row_of(rank, layout)], objective)
+    metrics = trainer_rank.train_step(layout.build_rows(samples)[layout.row_of(rank)], objective)
     trainer_rank.close()
     return metrics
 
@@ -141,16 +155,50 @@ def test_three_grpo_steps_equal_one_process(
 ) -> None:
     node, path, _ = hf_model
     trainer = build_trainer_node(layout, needs_reference=True)
-    found = ranks.run(2, train_three_steps, layout, trainer, node, path)
-    assert found[0]["steps"] == found[1]["steps"]
+    found = ranks.run(layout.num_ranks, train_three_steps, layout, trainer, node, path)
+    assert all(part["steps"] == found[0]["steps"] for part in found)
     for step, expected in zip(found[0]["steps"], single["steps"], strict=True):
         assert step == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    assert layout.pp == 1 or found[0]["weights"].keys().isdisjoint(found[1]["weights"])
-    weights = found[0]["weights"] | found[1]["weights"]
+    assert layout.pp == 1 or found[0]["weights"].keys().isdisjoint(found[-1]["weights"])
+    weights = found[0]["weights"] | found[-1]["weights"]
     assert weights.keys() == single["weights"].keys()
     for name, tensor in single["weights"].items():
         # A tenth of one update: Adam divides a gradient that is nearly 0 by itself, rounding and all.
         torch.testing.assert_close(weights[name], tensor, atol=1e-4, rtol=0)
+
+
+RECOMPUTING = {
+    "every layer": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "two layers at a time": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    "the first layer": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "attention": {"recompute_granularity": "selective"},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+}
+
+
+@pytest.mark.parametrize("layout", [SINGLE, CP2], ids=str)
+@pytest.mark.parametrize("fields", RECOMPUTING.values(), ids=RECOMPUTING)
+def test_recomputing_changes_no_number(
+    fields: dict[str, Any], layout: Layout, hf_model: Any, single: dict[str, Any], ranks: RankGroup
+) -> None:
+    node, path, _ = hf_model
+    trainer = build_trainer_node(layout, needs_reference=True, **fields)
+    found = ranks.run(layout.num_ranks, train_three_steps, layout, trainer, node, path)[0]
+    for step, expected in zip(found["steps"], single["steps"], strict=True):
+        assert step == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert found["num_calls"] > single["num_calls"]
+
+
+@pytest.mark.parametrize("layout", [DP2, PP2_VPP2], ids=str)
+def test_gradients_may_leave_during_the_backward_pass(
+    layout: Layout, hf_model: Any, single: dict[str, Any], ranks: RankGroup
+) -> None:
+    node, path, _ = hf_model
+    native = {"overlap_grad_reduce": True, "bucket_size": 20_000}
+    trainer = build_trainer_node(layout, needs_reference=True, megatron=native)
+    found = ranks.run(layout.num_ranks, train_three_steps, layout, trainer, node, path)[0]
+    for step, expected in zip(found["steps"], single["steps"], strict=True):
+        assert step == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("layout", [SINGLE, TP2, PP2, DP2])
@@ -175,7 +223,7 @@ def teacher(hf_model: Any, ranks: RankGroup, tmp_path_factory: pytest.TempPathFa
     directory = tmp_path_factory.mktemp("teacher")
     hf = write_hf_model(node, directory, seed=12)
     trainer = build_trainer_node(SINGLE, teacher_path=str(directory))
-    both = unpack_tokens(build_rows(SAMPLES, SINGLE), ranks.run(1, read_teacher, SINGLE, trainer, node, path), 14)
+    both = unpack_tokens(SINGLE.build_rows(SAMPLES), ranks.run(1, read_teacher, SINGLE, trainer, node, path), 14)
     samples = [
         replace(sample, teacher_topk_ids=array[:, :3].astype(np.int64), teacher_topk_logprobs=array[:, 3:])
         for sample, array in zip(SAMPLES, both, strict=True)
@@ -203,17 +251,17 @@ def test_distilling_the_likeliest_tokens_is_the_same_at_every_layout(
     (expected,) = ranks.run(1, distil, SINGLE, samples, build_trainer_node(SINGLE), node, path)
     assert expected["teacher_topk_kl"] > 0.1
     trainer = build_trainer_node(layout, teacher_path=str(directory))
-    for metrics in ranks.run(2, distil, layout, samples, trainer, node, path):
+    for metrics in ranks.run(layout.num_ranks, distil, layout, samples, trainer, node, path):
         assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    rows = build_rows(SAMPLES, layout)
-    answers = [found for found in ranks.run(2, read_teacher, layout, trainer, node, path) if found]
+    rows = layout.build_rows(SAMPLES)
+    answers = [found for found in ranks.run(layout.num_ranks, read_teacher, layout, trainer, node, path) if found]
     for sample, found in zip(samples, unpack_tokens(rows, answers, len(SAMPLES)), strict=True):
         np.testing.assert_array_equal(found[:, :3], sample.teacher_topk_ids)
         np.testing.assert_allclose(found[:, 3:], sample.teacher_topk_logprobs, atol=1e-5)
 
 
 def test_logprobs_are_those_of_transformers_and_the_reference_stays(hf_model: Any, single: dict[str, Any]) -> None:
-    grid = build_rows(SAMPLES, SINGLE)
+    grid = SINGLE.build_rows(SAMPLES)
     logprobs = unpack_tokens(grid, [single["before"]], len(SAMPLES))
     with torch.no_grad():
         for sample, found in zip(SAMPLES, logprobs, strict=True):
@@ -234,7 +282,7 @@ def compute_hf_logprobs(hf: Any, sample: Sample) -> torch.Tensor:
 
 def take_sft_step(rank: int, port: int, layout: Layout, trainer: TrainerNode, node: ModelNode, path: Path) -> Any:
     trainer_rank = build_rank(rank, port, trainer, node, path)
-    metrics = trainer_rank.train_step(build_rows(SAMPLES, layout)[row_of(rank, layout)], compute_sft_objective)
+    metrics = trainer_rank.train_step(layout.build_rows(SAMPLES)[layout.row_of(rank)], compute_sft_objective)
     trainer_rank.close()
     return metrics
 
@@ -291,7 +339,7 @@ def explode_gradient(batch: Any, logprobs: torch.Tensor, entropy: torch.Tensor |
 
 def meet_poison(rank: int, port: int, layout: Layout, trainer: TrainerNode, node: ModelNode, path: Path) -> Any:
     trainer_rank = build_rank(rank, port, trainer, node, path)
-    row = build_rows(SAMPLES, layout)[row_of(rank, layout)]
+    row = layout.build_rows(SAMPLES)[layout.row_of(rank)]
     before = {name: tensor.clone() for name, tensor in trainer_rank.iter_hf_tensors()}
     told = []
     for objective in (poison_one_token, explode_gradient):

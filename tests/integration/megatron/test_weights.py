@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from rank_group import (
+    CP2,
     DP2,
     PP2,
+    PP2_VPP2,
     SINGLE,
     TP2,
     TP2_SP,
@@ -24,7 +27,6 @@ from rank_group import (
 )
 from safetensors.torch import load_file
 
-from rlrecipes.batching.grid import build_grid
 from rlrecipes.errors import DataError
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
 
@@ -43,7 +45,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def compute_logits_and_export(
-    rank: int, port: int, trainer: TrainerNode, node: ModelNode, path: Path, exported: Path
+    rank: int, port: int, layout: Layout, trainer: TrainerNode, node: ModelNode, path: Path, exported: Path
 ) -> Any:
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -54,17 +56,17 @@ def compute_logits_and_export(
     trainer_rank = TrainerRank(trainer, node, rank=rank, master_address="127.0.0.1", master_port=port)
     trainer_rank.load_hf(path)
 
-    def read(out: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+    def read(inputs: forward.Inputs, out: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
         group = parallel_state.get_tensor_model_parallel_group()
         parts = [torch.empty_like(out) for _ in range(group.size())]
         dist.all_gather(parts, out.contiguous(), group=group)
-        return torch.cat(parts, 1)
+        return inputs.spread(torch.cat(parts, 1))
 
     def step(micro_batches: Any, model: Any) -> Any:
-        everywhere = replace(next(micro_batches), positions=None)
-        return forward._run_model(iter([everywhere]), model)[1], read
+        inputs, out = forward._run_model(micro_batches, model)
+        return out, partial(read, inputs)
 
-    grid = build_grid(SAMPLES, num_ranks=1, max_tokens=96, pad_to_multiple=trainer.tensor_model_parallel_size)[0]
+    grid = [replace(batch, loss_mask=np.ones_like(batch.loss_mask)) for batch in layout.build_rows(SAMPLES)[0]]
     with torch.no_grad():
         found = trainer_rank._policy.run_schedule(step, grid, forward_only=True, collect_non_loss_data=True)
     trainer_rank.export_hf(exported, path)
@@ -72,13 +74,14 @@ def compute_logits_and_export(
     return [(micro_batch, logits.numpy()) for micro_batch, logits in zip(grid, found, strict=False)]
 
 
-@pytest.mark.parametrize("layout", [SINGLE, TP2, TP2_SP, PP2], ids=str)
+@pytest.mark.parametrize("layout", [SINGLE, TP2, TP2_SP, PP2, PP2_VPP2, CP2], ids=str)
 def test_logits_equal_transformers_and_export_is_bit_equal(
     model: Any, layout: Layout, ranks: RankGroup, tmp_path: Path
 ) -> None:
     node, path, expected = model
     trainer = build_trainer_node(layout)
-    found = ranks.run(layout.num_ranks, compute_logits_and_export, trainer, node, path, tmp_path / "out")[-1]
+    arguments = layout, trainer, node, path, tmp_path / "out"
+    found = ranks.run(layout.num_ranks, compute_logits_and_export, *arguments)[-1]
     assert found
     for micro_batch, logits in found:
         for index, start, end in zip(
@@ -107,7 +110,16 @@ def export_twice(rank: int, port: int, trainer: TrainerNode, node: ModelNode, pa
     return sources
 
 
-@pytest.mark.parametrize(("layout", "sources"), [(TP2, [True, False]), (PP2, [True, True]), (DP2, [True, False])])
+@pytest.mark.parametrize(
+    ("layout", "sources"),
+    [
+        (TP2, [True, False]),
+        (PP2, [True, True]),
+        (DP2, [True, False]),
+        (CP2, [True, False]),
+        (PP2_VPP2, [True, True]),
+    ],
+)
 def test_an_export_loads_in_transformers_and_replaces_the_one_before(
     layout: Layout, sources: list[bool], ranks: RankGroup, tmp_path: Path
 ) -> None:
@@ -116,7 +128,8 @@ def test_an_export_loads_in_transformers_and_replaces_the_one_before(
     node = build_model_node("qwen3", is_tied=True)
     hf = write_hf_model(node, tmp_path / "hf")
     found = ranks.run(2, export_twice, build_trainer_node(layout), node, tmp_path / "hf", tmp_path / "out")
-    assert found == sources
+    trainer = build_trainer_node(layout)
+    assert found == sources == [any(rank in stage[:1] for stage in trainer.weight_sources) for rank in range(2)]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(p, q) for p, q in zip(hf.parameters(), again.parameters(), strict=True))
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"

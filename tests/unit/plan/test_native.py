@@ -102,18 +102,25 @@ def test_options_that_the_router_refuses():
 
 def test_options_that_megatron_refuses():
     table = {
-        "recompute_granularty=full": "did you mean 'recompute_granularity'?",
-        "recompute_granularity=ful": "did you mean 'full'?",
-        "recompute_num_layers=2.5": "an integer",
+        "hidden_dropot=0.1": "did you mean 'hidden_dropout'?",
+        "fp8_recipe=delaid": "did you mean 'delayed'?",
+        "num_layers_at_start_in_bf16=2.5": "an integer",
         "hidden_dropout=null": "write a number",
         "init_method=normal": "only code can give it a value",
         "num_layers=3": "set model.shapes.num_layers",
         "layernorm_epsilon=1e-5": "set model.shapes.norm_epsilon",
         "sequence_parallel=true": "set parallel.sequence_parallel",
-        "context_parallel_size=2": "parallel.*",
+        "context_parallel_size=2": "set parallel.context_parallel_size",
+        "recompute_granularity=full": "set parallel.recompute_granularity",
+        "optimizer_cpu_offload=true": "set parallel.optimizer_cpu_offload",
+        "batch_p2p_comm=true": "the trainer is built on it",
         "lr=1e-3": "set optim.lr",
-        "overlap_grad_reduce=true": "a field of DistributedDataParallelConfig",
-        "use_precision_aware_optimizer=true": "a field of OptimizerConfig",
+        "overlap_grad_reduc=true": "did you mean 'overlap_grad_reduce'?",
+        "overlap_grad_reduce=1": "true or false",
+        "overlap_param_gather=true": "right after a train step",
+        "bucket_size=1.5": "an integer",
+        "optimizer=sgd": "the trainer is built on it",
+        "exp_avg_dtype=float32": "only code can give it a value",
     }
     check("parallel.megatron", table)
 

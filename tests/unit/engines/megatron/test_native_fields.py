@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+import torch
 
 from rlrecipes.config.compose import compose
-from rlrecipes.engines.megatron.model import _architecture_fields, _default_fields, _parallel_fields
+from rlrecipes.engines.megatron import configuration
 from rlrecipes.plan.inventory import load_inventory
 from rlrecipes.plan.native import MEGATRON_OWNED
 from rlrecipes.plan.nodes import HostNode
@@ -19,13 +19,27 @@ HOSTS = (HostNode(name="here", num_cpus=2, num_gpus=0, memory_bytes=1 << 34),)
 def test_what_the_trainer_sets_is_refused_and_what_it_defaults_is_not():
     recipe = compose()
     plan = resolve(recipe.config, HOSTS, recipe.origins)
-    assert (_architecture_fields(plan.model) | _parallel_fields(plan.trainer)).keys() <= MEGATRON_OWNED.keys()
-    defaults = _default_fields(plan.trainer)
-    assert not defaults.keys() & MEGATRON_OWNED.keys()
-    options = load_inventory("megatron").groups["TransformerConfig"]
-    assert [name for name, value in defaults.items() if options[name].find_problem(value)] == []
+    trainer = plan.trainer.model_copy(update={"optimizer_cpu_offload": True})
+    taken = configuration._architecture_fields(plan.model) | configuration._parallel_fields(trainer)
+    taken |= configuration._optimizer_fields(trainer, plan.trainer.optim, torch.float32)
+    assert taken.keys() <= MEGATRON_OWNED.keys()
+    groups = load_inventory("megatron").groups
+    for group, defaults in {
+        "TransformerConfig": configuration._default_fields(trainer),
+        "OptimizerConfig": configuration._optimizer_default_fields(trainer),
+    }.items():
+        assert defaults and not defaults.keys() & MEGATRON_OWNED.keys()
+        assert [name for name, value in defaults.items() if groups[group][name].find_problem(value)] == []
 
 
 def test_every_field_that_the_plan_lets_through_exists():
-    fields = {field.name for field in dataclasses.fields(TransformerConfig) if not field.name.startswith("_")}
-    assert load_inventory("megatron").groups["TransformerConfig"].keys() == fields
+    groups = load_inventory("megatron").groups
+    assert groups.keys() == {kind.__name__ for kind in configuration._KINDS}
+    for kind in configuration._KINDS:
+        fields = {field.name for field in dataclasses.fields(kind) if not field.name.startswith("_")}
+        assert groups[kind.__name__].keys() == fields
+
+
+def test_every_refused_field_is_one_of_megatron():
+    known = {name for group in load_inventory("megatron").groups.values() for name in group}
+    assert MEGATRON_OWNED.keys() <= known
