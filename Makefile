@@ -22,7 +22,7 @@ quickstart: $(STAMP) ## train a small model on two cores: SFT, then GRPO; shows 
 	$(BIN)/rlrecipes train recipe=quickstart
 	@$(BIN)/python -m rlrecipes.cli.quickstart
 
-test: check $(STAMP) $(SGLANG_STAMP) ## static checks and all CPU tests (under 15 minutes on two cores)
+test: check coverage $(STAMP) $(SGLANG_STAMP) ## static checks and all CPU tests (under 15 minutes on two cores)
 	$(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not gpu"
 
 test-full: check $(STAMP) $(SGLANG_STAMP) ## the same and the slow ones
@@ -30,6 +30,15 @@ test-full: check $(STAMP) $(SGLANG_STAMP) ## the same and the slow ones
 
 test-gpu: $(STAMP) ## what needs a GPU
 	$(BIN)/pytest -m gpu tests/gpu
+
+coverage: $(STAMP) ## every line and branch of algos and batching is reached by their own tests
+	$(BIN)/coverage run -m pytest -q tests/unit/algos tests/unit/batching tests/numerics/test_golden.py \
+	  --ignore tests/unit/algos/test_algorithms_page.py
+	$(BIN)/coverage report
+
+mutation: $(STAMP) ## break algos in every small way; docs/mutation.md lists what no test can notice (an hour on two cores)
+	$(BIN)/mutmut run --max-children 2
+	$(BIN)/mutmut results
 
 check: $(STAMP) ## lint, types, import rules, spelling
 	$(BIN)/ruff check .
@@ -83,4 +92,4 @@ $(TRL_STAMP): requirements/trl.txt $(STAMP)
 	$(UV) pip install -q --python $(TRL)/bin/python --no-deps --require-hashes -r requirements/trl.txt
 	@touch $@
 
-.PHONY: help quickstart test test-full test-gpu check fmt setup sglang trl docs inventory lock
+.PHONY: help quickstart test test-full test-gpu coverage mutation check fmt setup sglang trl docs inventory lock

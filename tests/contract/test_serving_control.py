@@ -22,6 +22,7 @@ from rlrecipes.engines.sglang.client import EngineClient
 from rlrecipes.engines.sglang.process import find_free_port
 from rlrecipes.errors import EngineError, WeightSyncError
 from rlrecipes.weight_sync.buckets import to_buckets
+from rlrecipes.weight_sync.session import run_sync
 from rlrecipes.weight_sync.transports import Destination, DistributedTransport, TensorTransport
 
 pytestmark = pytest.mark.xdist_group("serving")
@@ -288,6 +289,54 @@ def test_weights_by_our_transports_in_the_order_of_a_sync(
 
     asyncio.run(sync())
     assert_serves(restored, reference, weights, "3")
+
+
+def score(server: Server, ids: list[int]) -> tuple[int, torch.Tensor]:
+    """Cached tokens of a greedy answer to these tokens, and the logprobs of its tokens."""
+    meta = server.generate(ids, max_new_tokens=6, ignore_eos=True)["meta_info"]
+    return meta["cached_tokens"], torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
+
+
+@pytest.mark.parametrize("is_answering", [False, True], ids=["idle", "answering"])
+def test_no_prefix_of_the_old_weights_outlives_a_sync(
+    restored: Server,
+    client: EngineClient,
+    other_model: tuple[Path, dict[str, torch.Tensor]],
+    reference: Reference,
+    is_answering: bool,
+) -> None:
+    path, weights = other_model
+    prefix = reference.prompt + reference.encode(" and a prefix that later prompts share")
+    prompts = [prefix, prefix + reference.encode("!"), reference.prompt]
+    restored.ok("/update_weights_from_disk", {"model_path": str(path), "flush_cache": False})
+    restored.ok("/flush_cache?timeout=10", {})
+    wanted = []
+    for ids in prompts:  # by the new weights, with nothing cached
+        restored.ok("/flush_cache?timeout=10", {})
+        wanted.append(score(restored, ids))
+    restored.ok("/update_weights_from_disk", {"model_path": str(reference.path), "flush_cache": False})
+    restored.ok("/flush_cache?timeout=10", {})
+    score(restored, prefix)
+    num_cached, old = score(restored, prefix)
+    assert num_cached > 0 and (old - wanted[0][1]).abs().max() > 0.1
+
+    restored.ok("/update_weights_from_disk", {"model_path": str(path), "flush_cache": False})
+    num_cached, stale = score(restored, prefix)  # the fault: new weights over a prefix of the old ones
+    assert num_cached > 0 and (stale - wanted[0][1]).abs().max() > 1e-3
+    restored.ok("/update_weights_from_disk", {"model_path": str(reference.path), "flush_cache": False})
+
+    score(restored, prefix)
+    running = [restored.start_long(prefix, "across")] if is_answering else []
+
+    async def send() -> dict[str, str]:
+        await client.update_weights_from_disk(str(path))
+        return compute_checksums(weights)
+
+    options = {"pause_mode": "abort", "should_bracket": False, "should_verify": True, "timeout_s": 60}
+    asyncio.run(run_sync([client], send, version=8, **options))
+    assert [answer.result(30)["meta_info"]["finish_reason"] for answer in running] == [ABORTED] * is_answering
+    for ids, (_, logprobs) in zip(prompts, wanted, strict=True):
+        torch.testing.assert_close(score(restored, ids)[1], logprobs, atol=1e-5, rtol=0)
 
 
 def test_weights_from_disk(

@@ -167,6 +167,31 @@ def test_a_correction_is_bounded_by_2_above_and_not_below_unless_told():
     torch.testing.assert_close(metrics["off_policy_weight_mean"][MASK], torch.tensor([2.0, math.exp(-3.0)]))
 
 
+@pytest.mark.parametrize("kind", ["clipped", "gspo"])
+def test_a_dual_clip_bounds_what_a_bad_token_counts(kind):
+    batch = PACKED | {"advantages": torch.tensor([0.0, -1.0, -1.0, 0.0]), "old_logprobs": LOGPROBS - math.log(10)}
+    options = {"clip_low": 0.2, "clip_high": 0.28, "kl_estimator": "k3", "policy_loss": kind, **PLAIN}
+    torch.testing.assert_close(run(batch, **options)[0][MASK], torch.tensor([10.0, 10.0]))
+    loss, gradient, _, metrics = run(batch, **options | {"dual_clip": 4.0})
+    torch.testing.assert_close(loss[MASK], torch.tensor([4.0, 4.0]))
+    assert not gradient.any() and metrics["clip_fraction"][MASK].tolist() == [1.0, 1.0]
+
+
+def test_a_veto_drops_the_whole_sample_and_counts_its_tokens():
+    options = {"clip_low": 0.2, "clip_high": 0.28, "kl_estimator": "k3", **PLAIN}
+    # old - rollout: -.1 and .4, so the least token ratio is .905.
+    for veto, weights in ((0.91, [0.0, 0.0]), (0.9, [math.exp(-0.1), math.exp(0.4)])):
+        _, _, _, metrics = run(PACKED, off_policy=OffPolicy(correction="token_tis", veto=veto), **options)
+        torch.testing.assert_close(metrics["off_policy_weight_mean"][MASK], torch.tensor(weights))
+        assert metrics["off_policy_clip_fraction"][MASK].tolist() == [float(not any(weights))] * 2
+
+
+def test_every_metric_is_a_number_that_can_be_averaged():
+    metrics = run(PACKED | TOPK, objective=OBJECTIVES["corrected"])[3]
+    counts = metrics.pop("off_policy_log_ratio_counts")
+    assert counts.dtype == torch.float64 and {metric.dtype for metric in metrics.values()} == {torch.float32}
+
+
 def test_top_k_of_the_teacher_is_a_term_and_a_metric():
     batch = PACKED | TOPK
     options = {"clip_low": 0.2, "clip_high": 0.28, "kl_estimator": "k3", **PLAIN}
