@@ -18,6 +18,7 @@ from rlrecipes.plan.families import (
     read_text_config,
     to_shapes,
 )
+from rlrecipes.plan.nodes import ModelNode
 from rlrecipes.suggest import did_you_mean
 
 NUM_SPECIAL_TOKENS = 3
@@ -55,18 +56,17 @@ def read_shapes(model: ModelConfig, problems: list[Problem]) -> tuple[ModelShape
     return (_compare(model, shapes, text, problems) if model.shapes else shapes), False
 
 
-def find_obstacles(model: ModelConfig, shapes: ModelShapes) -> list[Problem]:
+def find_obstacles(model: ModelNode) -> list[Problem]:
     """Why a Plan of this model cannot be run here, although it can be made, priced and compared.
 
     Args:
-        model: the recipe's model section.
-        shapes: from :func:`read_shapes`.
+        model: the Plan's.
     """
     obstacles = []
-    if model.path is None and model.alphabet is None:
+    if not model.path:
         problem = "is null: planned from the facts of its file, without weights"
         obstacles.append(Problem("model.path", problem, "give model.path=<HF directory> to run it"))
-    untrainable = find_untrainable(model.family, shapes)
+    untrainable = find_untrainable(model.family, model.shapes)
     if untrainable is not None:
         problem = f"{untrainable}: resolved and priced, not yet trainable here"
         obstacles.append(Problem("model.family", problem, "run another model; `rlrecipes plan` works for this one"))
@@ -122,31 +122,3 @@ def _read_config(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
         problems.append(Problem("model.path", f"{file} describes no language model", "name a model's own directory"))
         return None
     return config
-
-
-def compute_num_parameters(shapes: ModelShapes) -> int:
-    """Parameters of a dense decoder, embedding included, tied weights once.
-
-    Args:
-        shapes: the model.
-    """
-    width, head = shapes.hidden_size, shapes.kv_channels
-    query, key = shapes.num_attention_heads * head, shapes.num_query_groups * head
-    attention = width * (query + 2 * key) + query * width
-    attention += (query + 2 * key) * shapes.add_qkv_bias + 2 * head * shapes.qk_layernorm
-    layer = attention + 3 * width * shapes.ffn_hidden_size + 2 * width
-    embeddings = shapes.vocab_size * width * (1 + shapes.untie_embeddings_and_output_weights)
-    return shapes.num_layers * layer + embeddings + width
-
-
-def compute_flops_per_token(shapes: ModelShapes) -> float:
-    """Floating-point operations of forward and backward per token: 6 per weight that multiplies.
-
-    The embedding lookup multiplies nothing, the output layer does; attention's quadratic part is left out.
-
-    Args:
-        shapes: the model.
-    """
-    embedding = shapes.vocab_size * shapes.hidden_size
-    lookup = embedding if shapes.untie_embeddings_and_output_weights else 0
-    return 6.0 * (compute_num_parameters(shapes) - lookup)

@@ -34,8 +34,9 @@ _MOE = {
     "moe_router_topk": "num_experts_per_tok",
 }
 _SHARED = {"moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"}
+_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Older and newer transformers write the same family's experts under different ones of these."""
 _ROUTED = _MOE | {
-    "num_moe_experts": "n_routed_experts",
     "moe_router_num_groups": "n_group",
     "moe_router_group_topk": "topk_group",
     "moe_router_topk_scaling_factor": "routed_scaling_factor",
@@ -128,7 +129,7 @@ _TABLE: Mapping[str, _Row] = {
     "kimi_k2": _DEEPSEEK,
     "mimo": _Row(constants={"add_qkv_bias": True}, qkv_bias=None),
     "minimax_m2": _Row(
-        _MOE | {"num_moe_experts": "num_local_experts", "moe_ffn_hidden_size": "intermediate_size"},
+        _MOE | {"moe_ffn_hidden_size": "intermediate_size"},
         _SIGMOID_ROUTER | {"qk_layernorm": True},
     ),
 }
@@ -180,6 +181,7 @@ def to_shapes(config: Mapping[str, Any], family: str) -> ModelShapes:
 
 def _read_facts(config: Mapping[str, Any], row: _Row, family: str) -> Facts:
     values = {**row.absent, **config}
+    values["num_experts"] = next((config[key] for key in _EXPERT_KEYS if config.get(key) is not None), None)
     facts: Facts = {name: values.get(key) for name, key in {**_COMMON, **row.keys}.items()}
     facts = {name: value for name, value in facts.items() if value is not None} | dict(row.constants)
     facts.setdefault("num_query_groups", facts.get("num_attention_heads"))

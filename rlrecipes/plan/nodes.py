@@ -83,7 +83,7 @@ class ModelNode(Section):
     name: str
     family: Family
     path: str
-    """HF directory; made at start when ``is_random``."""
+    """HF directory; made at start when ``is_random``; empty where the model is known by its facts alone."""
     is_random: bool
     init_seed: int
     alphabet: str | None

@@ -12,7 +12,7 @@ from rlrecipes.errors import ConfigError, Problem
 from rlrecipes.plan.checks import check_recipe
 from rlrecipes.plan.cluster import to_cluster_node
 from rlrecipes.plan.difference import flatten
-from rlrecipes.plan.facts import compute_flops_per_token, compute_num_parameters, read_shapes
+from rlrecipes.plan.facts import find_obstacles, read_shapes
 from rlrecipes.plan.native import judge_native
 from rlrecipes.plan.nodes import (
     PLAN_VERSION,
@@ -24,6 +24,7 @@ from rlrecipes.plan.nodes import (
     Plan,
     TrainerNode,
 )
+from rlrecipes.plan.parameters import compute_flops_per_token, compute_num_parameters
 from rlrecipes.plan.placement import Placement, place
 from rlrecipes.plan.serving import build_served_models, build_sync_routes
 
@@ -62,6 +63,7 @@ def resolve(
         found = [dataclasses.replace(p, origin=origin_of(dict(origins), p.where)) for p in problems]
         raise ConfigError.from_problems([*earlier, *(p for p in found if p.where not in wrong)])
     served = build_served_models(config, placement)
+    model = _model(config.model, shapes, is_random, config.run_dir)
     return Plan(
         version=PLAN_VERSION,
         name=config.name,
@@ -72,7 +74,7 @@ def resolve(
         is_deterministic=config.deterministic,
         cluster=cluster or to_cluster_node(config.cluster),
         hosts=hosts,
-        model=_model(config.model, shapes, is_random, config.run_dir),
+        model=model,
         algo=config.algo,
         batch=_batch(config),
         trainer=_trainer(config, placement),
@@ -84,7 +86,7 @@ def resolve(
         rollout=config.rollout,
         schedule=config.schedule,
         tracking=config.tracking,
-        notes=(*_notes(config), *notes, *placement.notes, *native.notes),
+        notes=(*_notes(config), *_obstacles(model), *notes, *placement.notes, *native.notes),
         changes=_changes(config, dict(origins)),
         provenance=dict(origins),
     )
@@ -100,7 +102,7 @@ def _model(model: ModelConfig, shapes: ModelShapes, is_random: bool, run_dir: st
     return ModelNode(
         name=model.name,
         family=model.family,
-        path=model.path or f"{run_dir}/initial",
+        path=model.path or (f"{run_dir}/initial" if is_random else ""),
         is_random=is_random,
         init_seed=model.init_seed,
         alphabet=model.alphabet,
@@ -109,6 +111,10 @@ def _model(model: ModelConfig, shapes: ModelShapes, is_random: bool, run_dir: st
         num_parameters=compute_num_parameters(shapes),
         flops_per_token=compute_flops_per_token(shapes),
     )
+
+
+def _obstacles(model: ModelNode) -> list[str]:
+    return [f"{problem.where} {problem.problem}; {problem.fix}" for problem in find_obstacles(model)]
 
 
 def _batch(config: RunConfig) -> BatchNode:

@@ -12,6 +12,7 @@ from rlrecipes.config.schema import RlConfig
 from rlrecipes.engines.sglang.process import find_free_port
 from rlrecipes.errors import ConfigError, Interrupted
 from rlrecipes.plan.cluster import check_is_here
+from rlrecipes.plan.facts import find_obstacles
 from rlrecipes.plan.nodes import POLICY, Plan
 from rlrecipes.rollout.evaluation import EvaluationResult, run_evaluation
 from rlrecipes.runner.build import (
@@ -64,6 +65,8 @@ def run_plan(plan: Plan) -> RunResult:
         RunError: the run failed; the last checkpoint stands.
         Interrupted: a signal stopped it in order.
     """
+    if obstacles := find_obstacles(plan.model):
+        raise ConfigError.from_problems(obstacles)
     check_is_here(plan)
     run_dir = Path(plan.run_dir)
     with RunLock(run_dir):
