@@ -193,7 +193,7 @@ def _settle_gpu(
 
 
 def _may_be(gpu: GpuConfig, name: str) -> bool:
-    return _to_key(name) in map(_to_key, gpu.device_names)
+    return _to_key(name) in map(_to_key, (gpu.name, *gpu.device_names))
 
 
 def _to_key(name: str) -> str:

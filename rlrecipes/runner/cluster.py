@@ -203,7 +203,7 @@ def read_ray_hosts(address: str) -> list[FoundHost]:
         ConfigError: it does not answer.
     """
     code = "import sys; from rlrecipes.runner.cluster import print_ray_nodes; print_ray_nodes(sys.argv[1])"
-    fix = "run this on a machine of the cluster; beside host:port set RAY_AUTH_MODE=token where Ray started with a token"
+    fix = "run this on a machine of the cluster; beside host:port set RAY_AUTH_MODE=token where Ray asks for one"
     try:
         name, _, port = address.rpartition(":")
         if port.isdecimal() and "/" not in name:

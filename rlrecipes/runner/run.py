@@ -229,12 +229,12 @@ def run_held_out_evaluation(plan: Plan) -> EvaluationResult:
         ConfigError: nothing is held out.
         RunError: the engines failed.
     """
+    check_is_here(plan)
     if plan.data.eval_path is None or plan.policy is None:
         raise ConfigError("data.eval_path", "is null: nothing is held out", "give data.eval_path=<JSONL file>")
     if plan.model.is_random:
         problem = "the recipe's model has random weights: there is nothing to measure"
         raise ConfigError("model.path", problem, f"train first, then give model=hf model.path={plan.run_dir}/hf")
-    check_is_here(plan)
     reward = build_plan_reward(plan)
     write_tasks(plan)
     inputs = build_inputs(plan, reward, should_train=False)

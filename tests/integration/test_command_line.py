@@ -165,6 +165,12 @@ class TestRefusedByTheRecipe:
     def test_what_is_no_command(self, shell, arguments, expected):
         assert expected in refuse(shell, "plan", *arguments)
 
+    @pytest.mark.parametrize("verb", ["train", "eval"])
+    def test_a_described_cluster_that_this_machine_is_not(self, shell, verb):
+        output = shell.run(verb, SFT, "cluster=h200_8", code=2, timeout_s=60)
+        assert "rlrecipes: cluster: h200_8 says 8 GPUs; here are " in output
+        assert not (shell.cwd / "runs").exists()
+
     def test_a_traceback_is_shown_when_asked_for(self, shell, monkeypatch):
         monkeypatch.setenv("RLRECIPES_TRACEBACK", "1")
         output = shell.run("plan", "optim.lr=-1", code=2)

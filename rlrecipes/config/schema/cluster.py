@@ -15,7 +15,7 @@ class GpuConfig(Section):
     name: str
     """As people know it, e.g. H200-SXM."""
     device_names: tuple[str, ...]
-    """As its driver, Ray or a SLURM administrator may call it; case, spaces and a leading NVIDIA do not count."""
+    """As its driver, Ray or a SLURM administrator may call it beside `name`; case, spaces and a leading NVIDIA do not count."""
     memory_bytes: PositiveInt
     """What a process can have of it."""
     bf16_flops_per_s: PositiveFloat
