@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlrecipes.config.compose import ComposedRecipe, run_hydra_app
 from rlrecipes.errors import InputError
+from rlrecipes.plan.lock import build_lock, write_lock
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.runner.resolution import resolve_recipe
 
@@ -53,6 +54,7 @@ def run(arguments: list[str]) -> None:
 def _save(plan: Plan, target: Path) -> None:
     try:
         target.write_text(plan.to_yaml(), encoding="utf-8")
+        write_lock(build_lock(plan), target)
     except OSError as error:
         raise InputError(str(target), f"cannot be written: {error.strerror}", "name a writable file") from error
     print(f"plan {plan.hash} saved; run it with: rlrecipes run {target}")

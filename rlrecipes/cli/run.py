@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlrecipes.errors import InputError
+from rlrecipes.errors import ConfigError, InputError
+from rlrecipes.plan.lock import Lock, build_lock, check_lock, read_lock, to_lock_path
 from rlrecipes.plan.nodes import Plan, load_plan
 
 
@@ -23,7 +24,20 @@ def run(arguments: list[str]) -> None:
     if len(arguments) != 1 or arguments[0].startswith("-"):
         fix = "write `rlrecipes run plan.yaml`; overrides belong to `rlrecipes plan`"
         raise InputError("rlrecipes run", f"takes one plan file, not {arguments}", fix)
-    run_and_tell(load_plan(Path(arguments[0])))
+    path = Path(arguments[0])
+    plan, lock = load_plan(path), read_lock(path)
+    if lock is not None:
+        _check(path, plan, lock)
+    run_and_tell(plan)
+
+
+def _check(path: Path, plan: Plan, lock: Lock) -> None:
+    where = to_lock_path(path)
+    if lock.plan_hash != plan.hash:
+        problem = f"is plan {plan.hash}; {where} was written for plan {lock.plan_hash}: it was edited since"
+        raise ConfigError(str(path), problem, f"save it anew with `rlrecipes plan ... --save`, or remove {where}")
+    for note in check_lock(lock, build_lock(plan), where):
+        print(f"  note: {note}", flush=True)
 
 
 def run_and_tell(plan: Plan) -> None:

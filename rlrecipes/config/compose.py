@@ -31,7 +31,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlrecipes.config.origins import Origins, read_origins, show_file
+from rlrecipes.config.origins import Choices, Origins, read_origins, show_file
 from rlrecipes.config.schema import RunConfig
 from rlrecipes.config.validation import validate
 from rlrecipes.errors import ConfigError, Problem
@@ -50,6 +50,7 @@ class ComposedRecipe:
     Attributes:
         config: the recipe.
         origins: dotted path -> ``file:line`` or ``override``.
+        choices: group -> option.
         overrides: as given, for the record.
         problems: of single values; where there are any, defaults stand in for them in ``config``, so that rules
             across values can be checked too before all is told.
@@ -57,6 +58,7 @@ class ComposedRecipe:
 
     config: RunConfig
     origins: Origins
+    choices: Choices
     overrides: tuple[str, ...]
     problems: tuple[Problem, ...] = ()
 
@@ -154,7 +156,7 @@ def to_recipe(composed: DictConfig, overrides: Sequence[str], config_dirs: Seque
     """
     loader = GlobalHydra.instance().config_loader()
     task_overrides = [word for word in overrides if not word.startswith("hydra")]
-    origins = read_origins(loader, "config", list(overrides), RunMode.RUN, config_dirs)
+    origins, choices = read_origins(loader, "config", list(overrides), RunMode.RUN, config_dirs)
     data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     if not isinstance(data, dict):
         raise ConfigError("config", f"is a {type(data).__name__}, not a mapping", "start from conf/config.yaml")
@@ -164,7 +166,7 @@ def to_recipe(composed: DictConfig, overrides: Sequence[str], config_dirs: Seque
         config = _validate_with_defaults(plain, problems, loader)
     if config is None:
         raise ConfigError.from_problems(problems)
-    return ComposedRecipe(config, origins, tuple(task_overrides), tuple(problems))
+    return ComposedRecipe(config, origins, choices, tuple(task_overrides), tuple(problems))
 
 
 def _validate_with_defaults(data: dict[str, Any], problems: Sequence[Problem], loader: Any) -> RunConfig | None:

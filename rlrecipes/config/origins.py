@@ -11,11 +11,13 @@ import yaml
 
 Origins = dict[str, str]
 """Dotted path -> ``conf/algo/grpo.yaml:3`` or ``override``."""
+Choices = dict[str, str]
+"""Group -> option, e.g. ``algo`` -> ``grpo``; a part mounted elsewhere is named ``group@path``."""
 
 
 def read_origins(
     loader: Any, config_name: str, overrides: list[str], run_mode: Any, config_dirs: Sequence[Path] = ()
-) -> Origins:
+) -> tuple[Origins, Choices]:
     """Trace every key of every file Hydra composed, in its order, then the overrides.
 
     Args:
@@ -26,10 +28,15 @@ def read_origins(
         config_dirs: directories that Hydra searches beside the loader's own.
 
     Returns:
-        The last place that set each path.
+        The last place that set each path, and the option chosen of each group.
     """
     origins: Origins = {}
     defaults = loader.compute_defaults_list(config_name, overrides, run_mode)
+    choices = {
+        group: option
+        for group, option in sorted(defaults.overrides.known_choices.items())
+        if option is not None and not group.startswith("hydra/")
+    }
     for default in defaults.defaults:
         if default.config_path is None or default.config_path.startswith("hydra"):
             continue
@@ -46,7 +53,7 @@ def read_origins(
     for word in overrides:
         key = word.lstrip("+~").partition("=")[0]
         origins[key] = f"override {word.lstrip('+')}"
-    return origins
+    return origins, choices
 
 
 def origin_of(origins: Origins, path: str) -> str:

@@ -36,6 +36,7 @@ from rlrecipes.config.schema import (
 )
 from rlrecipes.config.validation import to_problems
 from rlrecipes.errors import ConfigError
+from rlrecipes.plan.difference import RECORD
 from rlrecipes.plan.packing import compute_micro_batch_multiple, compute_sample_multiple
 
 PLAN_VERSION = 1
@@ -289,6 +290,8 @@ class Plan(Section):
     """What a reader should know: consequences of the choices made."""
     changes: dict[str, Any]
     """Recipe values that the defaults did not set, by dotted path."""
+    choices: dict[str, str]
+    """Group -> option of conf/ that the recipe chose."""
     provenance: dict[str, str]
     """Dotted path of a recipe value -> where it was set."""
 
@@ -301,6 +304,10 @@ class Plan(Section):
         """Plain data of the whole Plan."""
         data: dict[str, Any] = json.loads(self.model_dump_json())
         return data
+
+    def to_execution(self) -> dict[str, Any]:
+        """Plain data of what runs: without notes, predictions, and how the recipe came about."""
+        return {name: value for name, value in self.to_data().items() if name not in RECORD}
 
     def describe_changes(self) -> str:
         """What differs from the defaults, a line each, with where it was set."""
@@ -315,9 +322,9 @@ class Plan(Section):
 
     @property
     def hash(self) -> str:
-        """16 hex digits over everything but notes, changes, provenance and free disk; equal Plans run equally."""
-        data = self.to_data()
-        del data["provenance"], data["changes"], data["notes"], data["cluster"]["disk_bytes"]
+        """16 hex digits over everything that runs; equal Plans run equally."""
+        data = self.to_execution()
+        del data["cluster"]["disk_bytes"]
         canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

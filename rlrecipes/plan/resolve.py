@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rlrecipes.config.origins import Origins, origin_of, read_default_files
@@ -37,6 +38,7 @@ def resolve(
     others: Sequence[Problem] = (),
     cluster: ClusterNode | None = None,
     notes: Sequence[str] = (),
+    choices: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """Resolve a recipe into a Plan.
 
@@ -48,6 +50,7 @@ def resolve(
         others: problems found elsewhere, of parts that this room cannot see; they get their origin here.
         cluster: settled; None: as the recipe says.
         notes: of what was settled elsewhere.
+        choices: group -> option, for the record.
 
     Raises:
         ConfigError: every problem found.
@@ -88,6 +91,7 @@ def resolve(
         tracking=config.tracking,
         notes=(*_notes(config), *_obstacles(model), *notes, *placement.notes, *native.notes),
         changes=_changes(config, dict(origins)),
+        choices=dict(choices),
         provenance=dict(origins),
     )
 

@@ -19,59 +19,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlrecipes.errors import CheckpointError, ConfigError, Problem, RecipeError
-from rlrecipes.plan.difference import compute_difference
+from rlrecipes.plan.difference import changes_learning, compute_difference
 from rlrecipes.plan.nodes import Plan
 
 _STATE_FILE = "state.json"
-_MAY_CHANGE = (
-    "provenance",
-    "changes",
-    "notes",
-    "cluster",
-    "hosts",
-    "cluster",
-    "memory",
-    "step_time",
-    "version",
-    "resume",
-    "runs_dir",
-    "run_dir",
-    "tracking",
-    "served_models",
-    "sync_routes",
-    "weight_sync",
-    "schedule.num_steps",
-    "schedule.eval_interval",
-    "schedule.should_eval_before",
-    "schedule.save_interval",
-    "schedule.num_kept_checkpoints",
-    "schedule.should_export_hf",
-    "rollout.max_concurrent_requests",
-    "rollout.request_timeout_s",
-    "rollout.max_failed_fraction",
-    "rollout.evaluation",
-    "reward.timeout_s",
-    "trainer.tensor_model_parallel_size",
-    "trainer.pipeline_model_parallel_size",
-    "trainer.virtual_pipeline_model_parallel_size",
-    "trainer.context_parallel_size",
-    "trainer.data_parallel_size",
-    "trainer.expert_model_parallel_size",
-    "trainer.expert_tensor_parallel_size",
-    "trainer.recompute_granularity",
-    "trainer.recompute_method",
-    "trainer.recompute_num_layers",
-    "trainer.recompute_modules",
-    "trainer.optimizer_cpu_offload",
-    "trainer.sequence_parallel",
-    "trainer.max_tokens_per_micro_batch",
-    "trainer.num_threads",
-    "trainer.num_train_steps_total",
-    "trainer.critic.num_train_steps_total",
-    "trainer.devices",
-    "trainer.megatron",
-)
-"""Parts of a Plan that say how a run is executed or how long, not what is learned."""
 
 
 class RunState(BaseModel):
@@ -200,8 +151,8 @@ def check_same_recipe(saved: Mapping[str, Any], plan: Plan, checkpoint: Path) ->
     if plan.resume == "accept_changes" and saved["algo"]["kind"] == plan.algo.kind:
         return
     problems = []
-    for path, (old, new) in compute_difference(_to_portable(saved), _to_portable(plan.to_data())).items():
-        if not any(path == free or path.startswith(free + ".") for free in _MAY_CHANGE):
+    for path, (old, new) in compute_difference(_to_portable(saved), _to_portable(plan.to_execution())).items():
+        if changes_learning(path):
             fix = f"restore it, choose another run_dir, or set resume=accept_changes to go on from {checkpoint} anyway"
             problems.append(Problem(path, f"is {new!r}; the checkpoint was made with {old!r}", fix))
     if problems:

@@ -24,7 +24,16 @@ def resolve_recipe(recipe: ComposedRecipe) -> Plan:
     config = recipe.config
     problems = check_reward(config.reward.name, config.reward.options)
     cluster = read_cluster(config.cluster, config.runs_dir, problems, _read_ray_hosts)
-    return resolve(config, cluster.hosts, recipe.origins, recipe.problems, problems, cluster.node, cluster.notes)
+    return resolve(
+        config,
+        cluster.hosts,
+        recipe.origins,
+        recipe.problems,
+        problems,
+        cluster=cluster.node,
+        notes=cluster.notes,
+        choices=recipe.choices,
+    )
 
 
 def _read_ray_hosts(address: str) -> Sequence[FoundHost]:

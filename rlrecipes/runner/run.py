@@ -13,6 +13,7 @@ from rlrecipes.engines.sglang.process import find_free_port
 from rlrecipes.errors import ConfigError, Interrupted
 from rlrecipes.plan.cluster import check_is_here
 from rlrecipes.plan.facts import find_obstacles
+from rlrecipes.plan.lock import build_lock, check_lock, read_lock, to_lock_path, write_lock
 from rlrecipes.plan.nodes import POLICY, Plan
 from rlrecipes.rollout.evaluation import EvaluationResult, run_evaluation
 from rlrecipes.runner.build import (
@@ -77,6 +78,7 @@ def run_plan(plan: Plan) -> RunResult:
             build_objective(plan)  # a loss of the user's own that cannot be imported is told before anything starts
             run_preparation(plan, is_new=state is None)
             inputs = build_inputs(plan, reward)
+            _lock(plan, run_dir, is_new=state is None)
             _write_plan(plan, run_dir)
             return asyncio.run(_run(plan, inputs, store, checkpoint, state))
         hf_path = run_dir / "hf"
@@ -116,6 +118,16 @@ def _write_plan(plan: Plan, run_dir: Path) -> None:
     draft = run_dir / ".plan.yaml"
     draft.write_text(plan.to_yaml(), encoding="utf-8")
     draft.rename(run_dir / "plan.yaml")
+
+
+def _lock(plan: Plan, run_dir: Path, *, is_new: bool) -> None:
+    """A run that goes on must find the model and the data it began with."""
+    plan_path = run_dir / "plan.yaml"
+    lock, saved = build_lock(plan), None if is_new else read_lock(plan_path)
+    if saved is not None and plan.resume != "accept_changes":
+        for note in check_lock(saved, lock, to_lock_path(plan_path)):
+            print(f"  note: {note}", flush=True)
+    write_lock(lock, plan_path)
 
 
 async def _run(
@@ -171,8 +183,7 @@ def _start_tracker(plan: Plan, state: RunState | None, stack: AsyncExitStack) ->
 
     stack.push(finish)
     tracker.resume(state.step if state else -1)
-    params = {name: value for name, value in plan.to_data().items() if name not in ("provenance", "changes", "notes")}
-    tracker.log_plan(params, plan.to_yaml(), plan.describe_changes())
+    tracker.log_plan(plan.to_execution(), plan.to_yaml(), plan.describe_changes())
     return tracker
 
 
