@@ -1,12 +1,10 @@
 """The requests that hold memory, as rows of arrays. Owns rows and the building of steps; refuses to decide who gets in.
 
-Rows are compact (the last one moves into a hole), so that the usual step, one token for every row, reads the arrays
-as they are.
+Rows are compact: the last one moves into a hole.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +43,7 @@ class Batch:
         self.slots: np.ndarray = self._slots.numpy()
         self.lengths = np.zeros(max_rows, dtype=np.int64)
         self.last_tokens = np.zeros(max_rows, dtype=np.int64)
+        self.has_penalty = np.zeros(max_rows, dtype=np.bool_)
         self._temperatures = np.ones(max_rows, dtype=np.float32)
         self._top_ps = np.ones(max_rows, dtype=np.float32)
         self._min_ps = np.zeros(max_rows, dtype=np.float32)
@@ -55,12 +54,14 @@ class Batch:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def add(self, request: Request, slots: np.ndarray) -> None:
-        """Give a request the next row; ``slots`` are those of all its tokens so far."""
+    def add(self, request: Request, tokens: np.ndarray, slots: np.ndarray) -> None:
+        """Give a request the next row; ``tokens`` are all it has so far, ``slots`` are theirs."""
         row, parameters = len(self.requests), request.parameters
         self.requests.append(request)
         self.slots[row, : len(slots)] = slots
         self.lengths[row] = request.num_computed
+        self.last_tokens[row] = tokens[-1]
+        self.has_penalty[row] = parameters.has_penalty
         self._temperatures[row] = parameters.temperature
         self._top_ps[row] = parameters.top_p
         self._min_ps[row] = parameters.min_p
@@ -73,48 +74,40 @@ class Batch:
         if row != last:
             self.requests[row] = self.requests[last]
             arrays = (
-                self.slots, self.lengths, self.last_tokens, self._temperatures, self._top_ps, self._min_ps,
-                self._top_ks, self._seeds,
+                self.slots, self.lengths, self.last_tokens, self.has_penalty, self._temperatures, self._top_ps,
+                self._min_ps, self._top_ks, self._seeds,
             )  # fmt: skip
             for array in arrays:
                 array[row] = array[last]
         self.slots[last] = 0  # padding must point at slot 0, whose contents are always finite
         self.requests.pop()
 
-    def build_decode_step(self, new_slots: np.ndarray) -> Step:
-        """One token for every row, the one sampled last.
+    def append_slots(self, rows: np.ndarray, new_slots: np.ndarray) -> None:
+        """Say where the keys and values of the tokens sampled last go, one a row."""
+        self.slots[rows, self.lengths[rows]] = new_slots
+
+    def build_step(self, decoding: np.ndarray, extensions: list[Extension]) -> Step:
+        """Compute the token sampled last of some rows and pieces of others; from here on ``lengths`` count them.
 
         Args:
-            new_slots: [rows] where its keys and values go.
+            decoding: rows in ascending order; their tokens come first.
+            extensions: in ascending order of ``count``, so that equal ones are neighbours. Slots are in place.
         """
-        count = len(self.requests)
-        positions = self.lengths[:count].copy()
-        self.slots[np.arange(count), positions] = new_slots
-        return Step(
-            torch.from_numpy(self.last_tokens[:count].copy()),
-            torch.from_numpy(positions),
-            torch.from_numpy(new_slots),
-            self._group_rows(np.arange(count), positions) if self.is_deterministic else [self._group_all(positions)],
-        )
-
-    def build_step(self, extensions: list[Extension]) -> Step:
-        """Compute some tokens of some rows; slots of all of them are in place.
-
-        Args:
-            extensions: in ascending order of ``count``, so that equal ones are neighbours.
-        """
-        rows = np.concatenate([np.full(part.count, part.row) for part in extensions])
-        positions = np.concatenate(
-            [np.arange(self.lengths[part.row], self.lengths[part.row] + part.count) for part in extensions]
-        )
-        tokens = np.concatenate([self._tokens_of(part) for part in extensions])
-        groups = self._group_rows(rows, positions) if self.is_deterministic else self._group_extensions(extensions)
-        return Step(
-            torch.from_numpy(tokens),
-            torch.from_numpy(positions),
-            torch.from_numpy(self.slots[rows, positions]),
-            groups,
-        )
+        rows = np.concatenate((decoding, np.array([part.row for part in extensions], dtype=np.int64)))
+        counts = np.ones(len(rows), dtype=np.int64)
+        counts[len(decoding) :] = [part.count for part in extensions]
+        begins = np.cumsum(counts) - counts
+        owners = np.repeat(rows, counts)
+        positions = self.lengths[owners] + np.arange(len(owners)) - np.repeat(begins, counts)
+        tokens = self.last_tokens[owners]
+        for part, begin in zip(extensions, begins[len(decoding) :].tolist(), strict=True):
+            request, first = self.requests[part.row], int(self.lengths[part.row])
+            if first < request.num_tokens - 1:
+                tokens[begin : begin + part.count] = request.to_token_ids()[first : first + part.count]
+        groups = self._group_rows(owners, positions) if self.is_deterministic else self._group_parts(rows, counts)
+        self.lengths[rows] += counts
+        slots = self.slots[owners, positions]
+        return Step(torch.from_numpy(tokens), torch.from_numpy(positions), torch.from_numpy(slots), groups)
 
     def build_draw(self, rows: np.ndarray) -> Draw:
         """How the rows' next tokens are drawn; ``lengths`` already count the step's tokens."""
@@ -126,34 +119,19 @@ class Batch:
             compute_uniforms(self._seeds[rows], self.lengths[rows]),
         )
 
-    def _tokens_of(self, part: Extension) -> np.ndarray:
-        if part.count == 1 and self.lengths[part.row] == self.requests[part.row].num_tokens - 1:
-            request = self.requests[part.row]
-            return np.array([request.output_ids[-1] if request.output_ids else request.prompt_ids[-1]], dtype=np.int64)
-        start = self.lengths[part.row]
-        return self.requests[part.row].to_token_ids()[start : start + part.count]
-
-    def _group_all(self, positions: np.ndarray) -> AttentionGroup:
-        count, length = len(positions), int(positions.max()) + 1
-        mask = None
-        if int(positions.min()) + 1 < length:
-            visible = self._columns[:length] <= torch.from_numpy(positions).unsqueeze(1)
-            mask = _to_mask(visible).view(count, 1, 1, -1)
-        return AttentionGroup(slice(0, count), self._slots[:count, :length], mask, 1)
-
-    def _group_extensions(self, extensions: list[Extension]) -> list[AttentionGroup]:
-        by_count: defaultdict[int, list[int]] = defaultdict(list)
-        for part in extensions:
-            by_count[part.count].append(part.row)
+    def _group_parts(self, rows: np.ndarray, counts: np.ndarray) -> list[AttentionGroup]:
+        """Rows together that extend by as many tokens; ``counts`` ascend."""
         groups = []
         start = 0
-        for count, rows in by_count.items():
-            begins = torch.from_numpy(self.lengths[rows])
+        for count in np.unique(counts).tolist():
+            members = rows[counts == count]
+            begins = torch.from_numpy(self.lengths[members])
             length = int(begins.max()) + count
             visible = self._columns[:length] <= (begins.unsqueeze(1) + torch.arange(count)).unsqueeze(2)
-            stop = start + count * len(rows)
-            slots = self._slots[rows, :length]
-            groups.append(AttentionGroup(slice(start, stop), slots, _to_mask(visible).unsqueeze(1), count))
+            mask = None if visible.all() else _to_mask(visible).unsqueeze(1)
+            stop = start + count * len(members)
+            slots = self._slots[torch.from_numpy(members), :length]
+            groups.append(AttentionGroup(slice(start, stop), slots, mask, count))
             start = stop
         return groups
 

@@ -10,7 +10,8 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,23 +130,44 @@ class Frontend:
             if ticket is not None:
                 ticket.progress.put_nowait(progress)
 
-    async def generate(self, body: GenerateBody) -> AsyncGenerator[Any]:
-        """Answer a call: yields once without ``stream``, else each time an answer grows.
+    async def answer(self, body: GenerateBody) -> Any:
+        """Answer a call as a whole: one answer for one prompt, else a list.
 
         Raises:
             ApiError, ValueError: the call is refused; the text is SGLang's where SGLang has one.
             MalformedParameterError: a sampling parameter has an unknown name or a wrong type.
         """
         raw = _to_shape(body)
-        calls = self._register(raw.rids)
+        with self._calling(raw.rids):
+            async with self.gate:
+                tickets = await self._start(raw, body)
+                answers = [await self._wait(ticket, body) for ticket in tickets]
+        for answer in answers:
+            _raise_if_refused(answer)
+        return answers[0] if raw.is_single else answers
+
+    async def stream(self, body: GenerateBody) -> AsyncGenerator[dict[str, Any]]:
+        """Answer a call bit by bit: yields each time an answer grows.
+
+        Raises:
+            ApiError, ValueError, MalformedParameterError: as ``answer``.
+        """
+        raw = _to_shape(body)
+        with self._calling(raw.rids):
+            async with self.gate:
+                tickets = await self._start(raw, body)
+                async with aclosing(self._merge(tickets, body)) as answers:
+                    async for place, answer in answers:
+                        yield answer if raw.is_single else answer | {"index": place}
+
+    @contextmanager
+    def _calling(self, rids: Sequence[str]) -> Iterator[None]:
+        """Have calls known by their names; when the block is left early, what still runs for them is aborted."""
+        calls = self._register(rids)
         try:
-            async with self.gate.passing():
-                self._check_alive(raw.rids)
-                items = [self._build_item(raw, place) for place in range(len(raw.rids))]
-                async for answer in self._run(items, raw, body):
-                    yield answer
+            yield
         finally:
-            for rid in raw.rids:
+            for rid in rids:
                 self._calls.pop(rid, None)
             leftover = {child for call in calls for child in call.children} & self._tickets.keys()
             if leftover:
@@ -258,23 +280,17 @@ class Frontend:
             num_prompt if start < 0 else start, raw.top_logprobs_num[place], tuple(named) if named else None
         )
 
-    async def _run(self, items: list[Item], raw: Shape, body: GenerateBody) -> AsyncIterator[Any]:
-        """Submit all answers of a call and yield what comes."""
+    async def _start(self, raw: Shape, body: GenerateBody) -> list[Ticket]:
+        """Submit all answers of a call."""
+        self._check_alive(raw.rids)
+        items = [self._build_item(raw, place) for place in range(len(raw.rids))]
         if raw.num_siblings > 1:
             await self._warm_prefixes(items)
-        tickets = [
+        return [
             self._submit(item, sibling, raw.num_siblings > 1, body.stream)
             for item in items
             for sibling in range(raw.num_siblings)
         ]
-        if not body.stream:
-            answers = [await self._wait(ticket, body) for ticket in tickets]
-            for answer in answers:
-                _raise_if_refused(answer)
-            yield answers[0] if raw.is_single else answers
-            return
-        async for place, answer in self._stream(tickets, body):
-            yield answer if raw.is_single else answer | {"index": place}
 
     async def _warm_prefixes(self, items: list[Item]) -> None:
         """Compute each prompt once before its siblings start, as SGLang does, so that they share it."""
@@ -330,7 +346,7 @@ class Frontend:
             self._forget(ticket)
         return self._build_answer(ticket, progress, body)
 
-    async def _stream(self, tickets: list[Ticket], body: GenerateBody) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+    async def _merge(self, tickets: list[Ticket], body: GenerateBody) -> AsyncGenerator[tuple[int, dict[str, Any]]]:
         waits = {asyncio.ensure_future(self._wait(ticket, body)): place for place, ticket in enumerate(tickets)}
         try:
             while waits:

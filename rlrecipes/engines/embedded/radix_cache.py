@@ -18,7 +18,7 @@ class Node:
     """One edge of the tree.
 
     Attributes:
-        tokens: the run, int64.
+        tokens: the run, as the bytes of int64 numbers: comparing and looking them up costs no array.
         slots: of its tokens, int64.
         parent: None for a root.
         children: by first token.
@@ -26,21 +26,23 @@ class Node:
         last_use: a counter, larger is later.
     """
 
-    tokens: np.ndarray
+    tokens: bytes
     slots: np.ndarray
     parent: Node | None
-    children: dict[int, Node] = field(default_factory=dict)
+    children: dict[bytes, Node] = field(default_factory=dict)
     num_locks: int = 0
     last_use: int = 0
 
 
 _NOTHING = np.empty(0, dtype=np.int64)
+_WIDTH = _NOTHING.itemsize
+"""Bytes of a token."""
 
 
-def _count_equal(left: np.ndarray, right: np.ndarray) -> int:
-    length = min(len(left), len(right))
-    different = np.flatnonzero(left[:length] != right[:length])
-    return int(different[0]) if len(different) else length
+def _count_equal(left: bytes, right: bytes) -> int:
+    length = min(len(left), len(right)) // _WIDTH
+    is_different = np.frombuffer(left, np.int64, length) != np.frombuffer(right, np.int64, length)
+    return int(is_different.argmax()) if is_different.any() else length
 
 
 class RadixCache:
@@ -74,49 +76,56 @@ class RadixCache:
         Returns:
             its slots, and the node at its end (a root when nothing matched) to lock.
         """
-        node = self._root(namespace)
-        found = []
-        while len(tokens):
-            child = node.children.get(int(tokens[0]))
-            if child is None:
-                break
-            length = _count_equal(child.tokens, tokens)
-            if length < len(child.tokens):
-                child = self._split(child, length)
-            child.last_use = next(self._clock)
-            found.append(child.slots)
-            node, tokens = child, tokens[length:]
-        return (np.concatenate(found) if found else _NOTHING), node
+        if namespace not in self._roots:
+            self._roots[namespace] = Node(b"", _NOTHING, None)
+        return self._descend(self._roots[namespace], tokens.tobytes())
 
-    def insert(self, tokens: np.ndarray, slots: np.ndarray, namespace: str) -> tuple[np.ndarray, Node]:
-        """Hold a sequence; where a prefix is held already the older slots stay.
+    def insert(self, node: Node, tokens: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, Node]:
+        """Hold what follows a held prefix; where a part of it is held already the older slots stay.
 
         Args:
-            tokens: int64.
+            node: at the end of the prefix, as ``match`` or ``insert`` gave it; locked since then, or just given.
+            tokens: int64, after the prefix.
             slots: of these tokens.
-            namespace: as in ``match``.
 
         Returns:
-            the slots that now stand for the sequence, and the node at its end. Slots of ``slots`` that are not among
+            the slots that now stand for these tokens, and the node at their end. Slots of ``slots`` that are not among
             them are the caller's to give back.
         """
-        held, node = self.match(tokens, namespace)
+        data = tokens.tobytes()
+        held, node = self._descend(node, data)
         start = len(held)
         if start == len(tokens):
             return held, node
-        leaf = Node(tokens[start:].copy(), slots[start:].copy(), node, last_use=next(self._clock))
-        node.children[int(tokens[start])] = leaf
-        self._num_tokens += len(leaf.tokens)
+        data = data[start * _WIDTH :]
+        leaf = Node(data, slots[start:].copy(), node, last_use=next(self._clock))
+        node.children[data[:_WIDTH]] = leaf
+        self._num_tokens += len(leaf.slots)
         self._offer(leaf)
         return np.concatenate((held, leaf.slots)), leaf
 
+    def _descend(self, node: Node, data: bytes) -> tuple[np.ndarray, Node]:
+        found = []
+        place = 0
+        while place < len(data):
+            child = node.children.get(data[place : place + _WIDTH])
+            if child is None:
+                break
+            if not data.startswith(child.tokens, place):
+                child = self._split(child, _count_equal(child.tokens, data[place:]))
+            child.last_use = next(self._clock)
+            found.append(child.slots)
+            node, place = child, place + len(child.tokens)
+        return (np.concatenate(found) if found else _NOTHING), node
+
     def lock(self, node: Node) -> None:
-        """Keep the path to ``node`` until as many ``unlock`` calls."""
+        """Keep the path to ``node``, and count it as used, until as many ``unlock`` calls."""
         at: Node | None = node
         while at is not None and at.parent is not None:
             if at.num_locks == 0:
-                self._num_locked += len(at.tokens)
+                self._num_locked += len(at.slots)
             at.num_locks += 1
+            at.last_use = next(self._clock)
             at = at.parent
 
     def unlock(self, node: Node) -> None:
@@ -125,7 +134,7 @@ class RadixCache:
         while at is not None and at.parent is not None:
             at.num_locks -= 1
             if at.num_locks == 0:
-                self._num_locked -= len(at.tokens)
+                self._num_locked -= len(at.slots)
                 self._offer(at)
             at = at.parent
 
@@ -147,7 +156,7 @@ class RadixCache:
                 continue
             freed.append(leaf.slots)
             num_freed += len(leaf.slots)
-            del parent.children[int(leaf.tokens[0])]
+            del parent.children[leaf.tokens[:_WIDTH]]
             leaf.parent = None
             self._offer(parent)
         self._num_tokens -= num_freed
@@ -172,21 +181,15 @@ class RadixCache:
             heapq.heapify(self._candidates)
         heapq.heappush(self._candidates, (node.last_use, next(self._clock), node))
 
-    def _root(self, namespace: str) -> Node:
-        if namespace not in self._roots:
-            self._roots[namespace] = Node(_NOTHING, _NOTHING, None)
-        return self._roots[namespace]
-
     def _split(self, node: Node, length: int) -> Node:
         """Cut ``node`` after ``length`` tokens and return the new upper part."""
         parent = node.parent
         assert parent is not None
-        upper = Node(
-            node.tokens[:length], node.slots[:length], parent, num_locks=node.num_locks, last_use=node.last_use
-        )
-        parent.children[int(node.tokens[0])] = upper
-        upper.children[int(node.tokens[length])] = node
-        node.tokens, node.slots, node.parent = node.tokens[length:], node.slots[length:], upper
+        cut = length * _WIDTH
+        upper = Node(node.tokens[:cut], node.slots[:length], parent, num_locks=node.num_locks, last_use=node.last_use)
+        parent.children[node.tokens[:_WIDTH]] = upper
+        upper.children[node.tokens[cut : cut + _WIDTH]] = node
+        node.tokens, node.slots, node.parent = node.tokens[cut:], node.slots[length:], upper
         return upper
 
     def _iterate(self) -> list[Node]:

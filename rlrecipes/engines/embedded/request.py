@@ -58,6 +58,7 @@ class Request:
         num_cached_tokens: prompt tokens found in the prefix cache when it was first admitted.
         num_retractions: times it lost its memory and went back to the queue.
         num_computed: leading tokens whose keys and values are in the pool.
+        is_decoding: whether all but the token sampled last is computed; that one has no slot yet.
         num_slots: slots in its row of the batch.
         num_shared: leading ones of them that belong to the prefix cache.
         node: the locked end of that prefix.
@@ -82,6 +83,7 @@ class Request:
     num_cached_tokens: int = 0
     num_retractions: int = 0
     num_computed: int = 0
+    is_decoding: bool = False
     num_slots: int = 0
     num_shared: int = 0
     node: Node | None = None
@@ -92,11 +94,6 @@ class Request:
     def num_tokens(self) -> int:
         """Of prompt and answer."""
         return len(self.prompt_ids) + len(self.output_ids)
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether all but the token sampled last is computed; that one has no slot yet."""
-        return self.num_slots == self.num_tokens - 1
 
     @property
     def num_missing_input_logprobs(self) -> int:

@@ -83,7 +83,7 @@ async def pause_generation(request: web.Request) -> web.Response:
     """POST /pause_generation."""
     state = request.app[STATE]
     body = await read_body(request, PauseBody)
-    await state.frontend.gate.set_paused(True)
+    state.frontend.gate.set_paused(True)
     if body.mode == "abort":
         while state.frontend.gate.num_inside:
             state.frontend.abort("", True)
@@ -98,7 +98,7 @@ async def continue_generation(request: web.Request) -> web.Response:
     state = request.app[STATE]
     await read_body(request, ContinueBody)
     await _run(state, state.scheduler.resume)
-    await state.frontend.gate.set_paused(False)
+    state.frontend.gate.set_paused(False)
     return to_json({"message": "Generation continued successfully.", "status": "ok"})
 
 

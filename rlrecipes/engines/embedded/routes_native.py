@@ -50,15 +50,13 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """POST, PUT /generate."""
     state = request.app[STATE]
     body = await read_body(request, GenerateBody)
-    answers = state.frontend.generate(body)
     if not body.stream:
         try:
-            return to_json(await anext(answers))
+            return to_json(await state.frontend.answer(body))
         except ValueError as error:
             return to_native_error(error)
-        finally:
-            await answers.aclose()
     response = await start_events(request)
+    answers = state.frontend.stream(body)
     try:
         async for answer in answers:
             await response.write(b"data: " + orjson.dumps(answer) + b"\n\n")
@@ -103,14 +101,12 @@ async def health_generate(request: web.Request) -> web.Response:
     frontend = request.app[STATE].frontend
     if frontend.gate.is_paused:
         return web.Response(status=503)
-    answers = frontend.generate(GenerateBody(input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0}))
+    probe = GenerateBody(input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0})
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
-            await anext(answers)
+            await frontend.answer(probe)
     except (TimeoutError, ApiError):
         return web.Response(status=503)
-    finally:
-        await answers.aclose()
     return web.Response()
 
 

@@ -237,13 +237,10 @@ async def _answer(
     kind: str,
     to_choice: Callable[[Answer, int], dict[str, Any]],
 ) -> web.Response:
-    generator = state.frontend.generate(call)
     try:
-        answers = await anext(generator)
+        answers = await state.frontend.answer(call)
     except ValueError as error:
         return to_openai_error(str(error), status=getattr(error, "status", 400))
-    finally:
-        await generator.aclose()
     if not isinstance(answers, list):
         answers = [answers]
     first = answers[0]["meta_info"]
@@ -269,7 +266,7 @@ async def _stream(
     to_last_chunks: Callable[[StreamProgress], list[dict[str, Any]]],
 ) -> web.StreamResponse:
     """Send chunks as answers grow; what is refused before the first one is an ordinary error."""
-    answers = request.app[STATE].frontend.generate(call)
+    answers = request.app[STATE].frontend.stream(call)
     try:
         first = await anext(answers)
     except ValueError as error:

@@ -202,12 +202,10 @@ class Scheduler:
             if self._batch.requests[row].is_aborting:
                 self._finish(row, dict(ABORTED))
         self._admit()
+        self._make_room()
         if len(self._batch):
             started_s, num_rows = time.perf_counter(), len(self._batch)
-            if is_decode := all(request.is_decoding for request in self._batch.requests):
-                self._step_decode()
-            else:
-                self._step_mixed()
+            is_decode = self._run_rows()
             self._counters.count_step(is_decode, num_rows, time.perf_counter() - started_s)
         self._tell()
 
@@ -220,6 +218,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Let in waiting requests, in order, while their tokens and room to grow fit."""
+        if not self._waiting:
+            return
         skipped: list[Request] = []
         starting = {
             request.prompt_ids.tobytes()
@@ -256,9 +256,10 @@ class Scheduler:
             request.num_cached_tokens = len(prefix)
         request.node, request.num_slots = node, len(tokens)
         request.num_shared = request.num_computed = len(prefix)
+        request.is_decoding = False
         self._num_admissions += 1
         request.admission = self._num_admissions
-        self._batch.add(request, np.concatenate((prefix, self._take(num_new))))
+        self._batch.add(request, tokens, np.concatenate((prefix, self._take(num_new))))
         return True
 
     def _take(self, count: int) -> np.ndarray:
@@ -285,16 +286,15 @@ class Scheduler:
     def _share(self, row: int) -> None:
         """Put a row's computed tokens into the prefix cache and read them from there."""
         request = self._batch.requests[row]
-        tokens = request.to_token_ids()[: request.num_computed]
-        own = self._batch.slots[row, : request.num_computed].copy()
-        shared, node = self._prefixes.insert(tokens, own, request.namespace)
-        start = request.num_shared
-        self._cache.give_back(own[start:][own[start:] != shared[start:]])
-        self._prefixes.lock(node)
         assert request.node is not None
+        start, end = request.num_shared, request.num_computed
+        own = self._batch.slots[row, start:end]
+        shared, node = self._prefixes.insert(request.node, request.to_token_ids()[start:end], own)
+        self._cache.give_back(own[own != shared])
+        self._prefixes.lock(node)
         self._prefixes.unlock(request.node)
-        request.node, request.num_shared = node, request.num_computed
-        self._batch.slots[row, : request.num_computed] = shared
+        request.node, request.num_shared = node, end
+        own[:] = shared
 
     def _finish(self, row: int, reason: dict[str, object]) -> None:
         request = self._batch.requests[row]
@@ -306,59 +306,47 @@ class Scheduler:
 
     # Steps
 
-    def _step_decode(self) -> None:
-        """One token for every running request."""
-        while self._cache.num_free + self._prefixes.num_evictable < len(self._batch):
+    def _make_room(self) -> None:
+        """Take memory away until every row that decodes can have a slot."""
+        while True:
+            num_decoding = sum(request.is_decoding for request in self._batch.requests)
+            if self._cache.num_free + self._prefixes.num_evictable >= num_decoding:
+                break
             self._retract(max(self._batch.requests, key=lambda each: each.admission))
-        count = len(self._batch)
-        hidden = self._transformer.compute_hidden(self._batch.build_decode_step(self._take(count)))
-        self._batch.lengths[:count] += 1
-        for request in self._batch.requests:
-            request.num_computed += 1
-            request.num_slots += 1
-        self._sample(np.arange(count), hidden)
 
-    def _step_mixed(self) -> None:
-        """A piece of every prompt that is not computed yet, and one token for the other requests."""
+    def _run_rows(self) -> bool:
+        """One token for every row that decodes, a piece of every other's prompt; gives whether all decode."""
+        requests = self._batch.requests
+        decoding = np.flatnonzero([request.is_decoding for request in requests])
         extensions = self._plan_extensions()
-        if not extensions:
-            return
-        step = self._batch.build_step(extensions)
+        if len(decoding):
+            self._batch.append_slots(decoding, self._take(len(decoding)))
+        step = self._batch.build_step(decoding, extensions)
         hidden = self._transformer.compute_hidden(step)
-        ends = np.cumsum([part.count for part in extensions])
-        finished: list[int] = []
-        places: list[int] = []
-        for part, end in zip(extensions, ends.tolist(), strict=True):
-            request = self._batch.requests[part.row]
-            was_decoding = request.is_decoding
-            if was_decoding:
-                request.num_slots += 1
-            else:
-                record_prompt_logprobs(self._transformer, request, hidden[end - part.count : end])
+        finished, places = decoding.tolist(), list(range(len(decoding)))
+        for row in finished:
+            requests[row].num_computed += 1
+            requests[row].num_slots += 1
+        end = len(decoding)
+        for part in extensions:
+            request = requests[part.row]
+            start, end = end, end + part.count
+            record_prompt_logprobs(self._transformer, request, hidden[start:end])
             request.num_computed += part.count
-            self._batch.lengths[part.row] += part.count
             if request.num_computed == request.num_tokens:
                 finished.append(part.row)
                 places.append(end - 1)
-                if not was_decoding:
-                    self._share(part.row)
+                self._share(part.row)
         if finished:
-            self._sample(np.array(finished), hidden[places])
+            self._sample(np.array(finished), hidden if len(places) == len(hidden) else hidden[places])
+        return not extensions
 
     def _plan_extensions(self) -> list[Extension]:
-        """Choose what the rows compute; makes room for the rows that decode."""
-        while True:
-            decoding = [request for request in self._batch.requests if request.is_decoding]
-            if self._cache.num_free + self._prefixes.num_evictable >= len(decoding):
-                break
-            self._retract(max(self._batch.requests, key=lambda each: each.admission))
+        """Choose what the rows that do not decode compute, shortest pieces first."""
         budget = self._chunk_tokens
         extensions = []
         for row, request in enumerate(self._batch.requests):
-            if request.is_decoding:
-                self._batch.slots[row, request.num_slots] = self._take(1)[0]
-                extensions.append(Extension(row, 1))
-            elif budget > 0:
+            if not request.is_decoding and budget > 0:
                 count = min(budget, request.num_tokens - request.num_computed)
                 budget -= count
                 extensions.append(Extension(row, count))
@@ -367,21 +355,23 @@ class Scheduler:
     def _sample(self, rows: np.ndarray, hidden: torch.Tensor) -> None:
         requests = [self._batch.requests[row] for row in rows.tolist()]
         logits = self._transformer.compute_logits(hidden)
-        for place, request in enumerate(requests):
-            if request.parameters.has_penalty:
-                apply_penalties(logits[place], request.parameters, request.output_ids, self._stopper.end_ids)
+        for place in np.flatnonzero(self._batch.has_penalty[rows]).tolist():
+            request = requests[place]
+            apply_penalties(logits[place], request.parameters, request.output_ids, self._stopper.end_ids)
         tokens, scaled = sample(logits, self._batch.build_draw(rows))
         self._batch.last_tokens[rows] = tokens.numpy()
         ids = tokens.tolist()
         self._counters.count_generated(len(ids))
         record_sampled_logprobs(requests, scaled, tokens)
-        for row, request, token in sorted(
-            zip(rows.tolist(), requests, ids, strict=True), key=lambda entry: entry[0], reverse=True
-        ):
+        ended: list[tuple[int, dict[str, object]]] = []
+        for row, request, token in zip(rows.tolist(), requests, ids, strict=True):
+            request.is_decoding = True
             if request.max_new_tokens > 0:
                 request.output_ids.append(token)
             reason = self._stopper.find_reason(request)
             if reason is not None:
-                self._finish(row, reason)
+                ended.append((row, reason))
             elif request.wants_steps and not self._stopper.is_holding(request):
                 self._news.append(Progress(request, len(request.output_ids)))
+        for row, reason in sorted(ended, key=lambda each: each[0], reverse=True):
+            self._finish(row, reason)

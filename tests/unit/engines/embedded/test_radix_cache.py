@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlrecipes.engines.embedded.radix_cache import RadixCache
+from rlrecipes.engines.embedded.radix_cache import Node, RadixCache
+
+
+def hold(
+    cache: RadixCache, tokens: np.ndarray, slots: np.ndarray, namespace: str = "", start: int = 0
+) -> tuple[np.ndarray, Node]:
+    """Insert a whole sequence, from what is held of its first ``start`` tokens on."""
+    prefix, node = cache.match(tokens[:start], namespace)
+    kept, end = cache.insert(node, tokens[len(prefix) :], slots[len(prefix) :])
+    return np.concatenate((prefix, kept)), end
 
 
 def longest_shared(held: list[tuple[int, ...]], tokens: tuple[int, ...]) -> int:
@@ -31,7 +40,7 @@ def test_matches_longest_prefix_and_keeps_slots_of_tokens(seed: int) -> None:
         assert [slot_of[key[: place + 1]] for place in range(len(found))] == found.tolist()
         slots = np.arange(next_slot, next_slot + len(tokens))
         next_slot += len(tokens)
-        kept, _ = cache.insert(tokens, slots, "")
+        kept, _ = hold(cache, tokens, slots, start=int(random.integers(len(tokens) + 1)))
         assert kept[: len(found)].tolist() == found.tolist()
         assert kept[len(found) :].tolist() == slots[len(found) :].tolist()
         for place in range(len(found), len(tokens)):
@@ -47,7 +56,7 @@ def test_eviction_spares_locked_paths_and_loses_no_slot(seed: int) -> None:
     cache, locked, num_inserted, num_dropped = RadixCache(), [], 0, 0
     for step in range(150):
         tokens = random.integers(0, 3, size=random.integers(1, 12))
-        kept, node = cache.insert(tokens, np.arange(len(tokens)) + 1000 * step, "")
+        kept, node = hold(cache, tokens, np.arange(len(tokens)) + 1000 * step)
         num_inserted += int((kept >= 1000 * step).sum())
         if random.random() < 0.3:
             cache.lock(node)
@@ -73,7 +82,7 @@ def test_eviction_spares_locked_paths_and_loses_no_slot(seed: int) -> None:
 def test_evicts_the_least_recently_used_first() -> None:
     cache = RadixCache()
     for first in (1, 2, 3):
-        cache.insert(np.array([first, 7]), np.array([10 * first, 10 * first + 1]), "")
+        hold(cache, np.array([first, 7]), np.array([10 * first, 10 * first + 1]))
     cache.match(np.array([1, 7]), "")
     assert sorted(cache.evict(2).tolist()) == [20, 21]
 
@@ -85,7 +94,7 @@ def test_each_eviction_takes_the_oldest_free_leaf(seed: int) -> None:
     cache, locked = RadixCache(), []
     for _ in range(3000):
         tokens = random.integers(0, 4, size=random.integers(1, 6))
-        _, node = cache.insert(tokens, tokens, "")
+        _, node = hold(cache, tokens, tokens)
         cache.lock(node)
         locked.append(node)
         while len(locked) > 3:
@@ -100,6 +109,6 @@ def test_each_eviction_takes_the_oldest_free_leaf(seed: int) -> None:
 
 def test_namespaces_share_nothing() -> None:
     cache = RadixCache()
-    cache.insert(np.array([1, 2]), np.array([5, 6]), "a")
+    hold(cache, np.array([1, 2]), np.array([5, 6]), "a")
     assert len(cache.match(np.array([1, 2]), "b")[0]) == 0
     assert len(cache.match(np.array([1, 2]), "a")[0]) == 2

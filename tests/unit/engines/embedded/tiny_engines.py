@@ -94,11 +94,7 @@ def play(model_path: Path, bodies: Sequence[dict[str, Any]], *flags: str, delays
 
         async def ask(body: dict[str, Any], delay: float) -> Any:
             await asyncio.sleep(delay)
-            answers = state.frontend.generate(GenerateBody(**body))
-            try:
-                return await anext(answers)
-            finally:
-                await answers.aclose()
+            return await state.frontend.answer(GenerateBody(**body))
 
         waits = [ask(body, delay) for body, delay in zip(bodies, delays or [0.0] * len(bodies), strict=True)]
         answers = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 60)
