@@ -19,6 +19,8 @@ VERBS = {
     "run": "execute a saved plan: rlrecipes run plan.yaml",
     "eval": "measure a model on held-out prompts, without training",
     "compare": "hold runs against each other: what differs, what came of it",
+    "diff": "what two recipes, plans or runs say differently, and who said it",
+    "explain": "what a key means, who set it, what depends on it",
 }
 _COMPLETION = ("-sc", "--shell-completion")
 _TRACEBACK = "RLRECIPES_TRACEBACK"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -90,3 +91,17 @@ def changes_learning(path: str) -> bool:
         path: dotted.
     """
     return not any(path == free or path.startswith(free + ".") for free in (*RECORD, *_EXECUTION))
+
+
+def to_portable(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A Plan with paths told from its run directory, which may have been moved or be spelt otherwise.
+
+    Args:
+        data: plain data of the Plan, ``run_dir`` and ``runs_dir`` among it.
+    """
+    text = json.dumps(data)
+    for directory in (data.get("run_dir"), data.get("runs_dir")):
+        if directory:
+            text = text.replace(json.dumps(directory + "/")[:-1], '"{}/')
+    portable: dict[str, Any] = json.loads(text)
+    return portable

@@ -8,7 +8,6 @@ A checkpoint is written under another name and renamed when complete, so one tha
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlrecipes.errors import CheckpointError, ConfigError, Problem, RecipeError
-from rlrecipes.plan.difference import changes_learning, compute_difference
+from rlrecipes.plan.difference import changes_learning, compute_difference, to_portable
 from rlrecipes.plan.nodes import Plan
 
 _STATE_FILE = "state.json"
@@ -151,19 +150,9 @@ def check_same_recipe(saved: Mapping[str, Any], plan: Plan, checkpoint: Path) ->
     if plan.resume == "accept_changes" and saved["algo"]["kind"] == plan.algo.kind:
         return
     problems = []
-    for path, (old, new) in compute_difference(_to_portable(saved), _to_portable(plan.to_execution())).items():
+    for path, (old, new) in compute_difference(to_portable(saved), to_portable(plan.to_execution())).items():
         if changes_learning(path):
             fix = f"restore it, choose another run_dir, or set resume=accept_changes to go on from {checkpoint} anyway"
             problems.append(Problem(path, f"is {new!r}; the checkpoint was made with {old!r}", fix))
     if problems:
         raise ConfigError.from_problems(problems)
-
-
-def _to_portable(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A Plan with paths told from its run directory, which may have been moved or be spelt otherwise."""
-    text = json.dumps(data)
-    for directory in (data.get("run_dir"), data.get("runs_dir")):
-        if directory:
-            text = text.replace(json.dumps(directory + "/")[:-1], '"{}/')
-    portable: dict[str, Any] = json.loads(text)
-    return portable

@@ -74,6 +74,26 @@ def load_runs(
         ) from error
 
 
+def load_artifact(tracking_uri: str, name: str, artifact: str, directory: Path) -> Path:
+    """Fetch a file that a run left in MLflow.
+
+    Args:
+        tracking_uri: the server or database.
+        name: of the run, or its id; of several runs of that name the newest counts.
+        artifact: path on the server.
+        directory: where to put it.
+
+    Raises:
+        InputError: no such database, run or artifact.
+        RunError: the server does not answer.
+    """
+    run = load_runs(tracking_uri, [name], metrics=[])[-1]
+    client = build_client(tracking_uri)
+    if artifact not in [found.path for found in client.list_artifacts(run.run_id)]:
+        raise InputError(name, f"MLflow keeps no {artifact} of this run", "name its run directory instead")
+    return Path(client.download_artifacts(run.run_id, artifact, str(directory)))
+
+
 def _search(client: Any, experiment: str | None) -> list[Any]:
     experiments = {e.name: e.experiment_id for e in client.search_experiments()}
     if experiment is not None and experiment not in experiments:
