@@ -77,7 +77,7 @@ def load_calibration(path: str | None = None) -> Calibration:
     """Read the constants.
 
     Args:
-        path: a file made by ``rlrecipes calibrate``, which may leave out what it does not change; None: the shipped one.
+        path: a file made by ``rlrecipes calibrate``, which may leave out what it does not change; None: the shipped.
 
     Raises:
         ConfigError: the file cannot be read, or an entry is unknown or malformed; every problem found.
@@ -119,7 +119,9 @@ def _read(path: Path) -> dict[str, dict[str, Constant]]:
         raise ConfigError("calibration", f"{path} holds no sections of constants", fix)
     problems: list[Problem] = []
     sections = {
-        str(section): {str(name): _to_constant(f"{path}: {section}.{name}", entry, problems) for name, entry in all_.items()}
+        str(section): {
+            str(name): _to_constant(f"{path}: {section}.{name}", entry, problems) for name, entry in all_.items()
+        }
         for section, all_ in data.items()
     }
     if problems:
