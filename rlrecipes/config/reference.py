@@ -8,6 +8,7 @@ Owns nothing: keys, types and meanings come from the schema, options from the fi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,43 @@ def render_docs() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _options(group: str) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key that a recipe may have.
+
+    Attributes:
+        path: dotted; ``<name>`` stands for a name of the user's.
+        kind: type, range and choices in words.
+        meaning: unit and what it does.
+    """
+
+    path: str
+    kind: str
+    meaning: str
+
+
+def read_keys() -> list[Key]:
+    """Every key a recipe may have; where a section has several forms, a key may come more than once."""
+    schema = RunConfig.model_json_schema()
+    rows = (row for name, value in schema["properties"].items() for row in _rows(name, value, schema["$defs"]))
+    return [Key(*row) for row in rows]
+
+
+def read_options(group: str) -> list[tuple[str, str]]:
+    """Options of a conf/ group and what each says of itself; none where there is no such group.
+
+    Args:
+        group: e.g. ``algo``.
+    """
+    found = []
     for file in sorted((_CONF_DIR / group).glob("*.yaml")):
         comments = [line[1:].strip() for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
-        said = next(comment for comment in comments if not comment.startswith("@package"))
-        yield f"- `{group}={file.stem}`: {_escape(said)}"
+        found.append((file.stem, next(comment for comment in comments if not comment.startswith("@package"))))
+    return found
+
+
+def _options(group: str) -> Iterator[str]:
+    yield from (f"- `{group}={option}`: {_escape(said)}" for option, said in read_options(group))
 
 
 def _escape(text: str) -> str:
@@ -86,8 +119,9 @@ def _sections_of(value: _Schema, sections: _Schema) -> list[_Schema]:
 
 def _kind(value: _Schema) -> str:
     """Type, range and choices in words, such as ``int >= 1`` or ``float > 1 or null``."""
-    if "anyOf" in value:
-        return " or ".join(map(_kind, value["anyOf"]))
+    members = value.get("anyOf") or value.get("oneOf")
+    if members:
+        return " or ".join(dict.fromkeys(map(_kind, members)))
     if "$ref" in value:
         return "section"
     choices = value.get("enum", [value["const"]] if "const" in value else [])
