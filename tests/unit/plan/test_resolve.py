@@ -125,7 +125,6 @@ def test_shapes_that_disagree_with_config_json_name_the_field(hf_dir):
         (["optim.num_warmup_train_steps=31"], "optim.num_warmup_train_steps"),
         (["model.path=/nowhere"], "model.path"),
         (["model.shapes=null"], "model"),
-        (["model.alphabet=null"], "model"),
         (["model.shapes.vocab_size=5"], "model.shapes.vocab_size"),
         (["topology.device=cuda"], "topology"),
         (["topology.device=cuda"], "topology.served_models.policy.server_groups.main.engine"),
