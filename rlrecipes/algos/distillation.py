@@ -59,7 +59,7 @@ def compute_distilled_advantages(
             "give the teacher the sampled token ids, and no top_p or top_k below which its probability is 0",
         )
     distilled = advantages.detach().clone()
-    distilled[loss_mask] -= (distillation_coef * distances).to(distilled.dtype)
+    distilled[loss_mask] -= distillation_coef * distances
     return distilled
 
 

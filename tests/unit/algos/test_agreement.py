@@ -46,6 +46,13 @@ def test_counts_of_any_split_add_up_exactly_and_hold_no_masked_token(values, dat
     assert parts.sum() == sum(mask) and len(parts) == NUM_BINS == 512
 
 
+def test_levels_of_many_tokens_are_not_rounded():
+    counts = torch.zeros(NUM_BINS, dtype=torch.float64)
+    counts[NUM_BINS // 2] = counts[-1] = 2**24 + 3  # of which float32 makes 2**24 + 4
+    (median,) = compute_ratio_quantiles(counts=counts, levels=[0.5])
+    assert median == pytest.approx(1.0, abs=1e-5)
+
+
 def test_nothing_counted_is_a_ratio_of_one():
     assert compute_ratio_quantiles(counts=torch.zeros(NUM_BINS), levels=(0.5, 0.9)) == [1.0, 1.0]
 

@@ -41,6 +41,11 @@ def double_loss(batch, logprobs, entropy, *, factor):
     return loss, {"double": loss, **({} if entropy is None else {"entropy_sum": entropy * entropy.sum()})}
 
 
+def see_rows(batch, logprobs, entropy, *, seen):
+    seen.append(batch["topk_logprobs"].detach())
+    return logprobs, {}
+
+
 def half_loss(batch, logprobs, entropy):
     return logprobs[::2], {}
 
@@ -186,6 +191,14 @@ def test_a_veto_drops_the_whole_sample_and_counts_its_tokens():
         assert metrics["off_policy_clip_fraction"][MASK].tolist() == [float(not any(weights))] * 2
 
 
+def test_a_token_of_weight_zero_stays_out_even_if_its_loss_is_infinite():
+    logprobs = torch.tensor([0.0, -math.inf, -2.0, 0.0])
+    options = {"clip_low": 0.2, "clip_high": 0.28, "kl_estimator": "k3", "policy_loss": "cispo", **PLAIN}
+    assert run(PACKED, logprobs, **options)[0].isinf().any()
+    loss, gradient, _, _ = run(PACKED, logprobs, off_policy=OffPolicy(correction="token_mis", low=1.0), **options)
+    assert loss[1] == 0 and gradient[1] == 0 and loss[2] != 0  # old - rollout: -.1 and .4
+
+
 def test_every_metric_is_a_number_that_can_be_averaged():
     metrics = run(PACKED | TOPK, objective=OBJECTIVES["corrected"])[3]
     counts = metrics.pop("off_policy_log_ratio_counts")
@@ -218,6 +231,10 @@ def test_a_loss_of_ones_own_gets_its_options_and_sees_no_masked_slot():
     assert gradient.tolist() == [0.0, -6.0, -6.0, 0.0]
     assert metrics["entropy_sum"].tolist() == [0.0, 10.0, 15.0, 0.0]
     assert not metrics["double"].requires_grad
+    seen = []
+    rows = {name: torch.full((4, 2), -0.5) for name in TOPK}
+    run(BATCH | rows, objective=partial(compute_custom_objective, function=see_rows, options={"seen": seen}))
+    assert seen[0][:, 0].tolist() == [0.0, -0.5, -0.5, 0.0]
     assert set(run(entropy=None, objective=CUSTOM)[3]) == {"double"}
 
 
