@@ -68,8 +68,8 @@ def compute_loss_weights(
     Source:
         per_sequence: Shao et al. 2024, arXiv:2402.03300, equation 3 (1/G sum of 1/|o_i| sums). per_token: Yu et al.
         2025 (DAPO), arXiv:2503.14476, equation 12. per_prompt: "prompt average" of Khatri et al. 2025 (ScaleRL),
-        arXiv:2510.13786, section 3.2. constant: Liu et al. 2025 (Dr.GRPO), arXiv:2503.20783, section 3.2, with the
-        constant of its appendix's code.
+        arXiv:2510.13786. constant: Liu et al. 2025 (Dr.GRPO), arXiv:2503.20783, section 3.2, with the constant of its
+        code.
     """
     rows = list(zip(loss_masks, _units(mode, rollout_ids, prompt_ids), strict=True))
     num_tokens: Counter[Hashable] = Counter()

@@ -70,7 +70,7 @@ def compute_kl(
 
     Source:
         Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html; k3 is equation 4 of Shao et al.
-        2024, arXiv:2402.03300; weighted k3 equation 7 of DeepSeek-AI 2025 (V3.2), arXiv:2512.02556.
+        2024, arXiv:2402.03300; weighted k3 the "Unbiased KL Estimate" of DeepSeek-AI 2025 (V3.2), arXiv:2512.02556.
     """
     given = {"logprobs": logprobs, "ref_logprobs": ref_logprobs.detach()}
     if old_logprobs is not None:

@@ -162,7 +162,7 @@ def compute_off_policy_weights(
         token_tis: Yao et al. 2025, fengyao.notion.site/off-policy-rl. sequence_tis, masks, veto: Liu et al. 2025,
         richardli.xyz/rl-collapse. icepop: Ling team 2025, arXiv:2510.18855, section on IcePop (M(k) = k within
         [alpha, beta], else 0). decoupled: Hilton et al. 2021, arXiv:2110.00641, the decoupled clipped
-        objective; for language models Fu et al. 2025 (AReaL), arXiv:2505.24298, section 5.2.
+        objective; for language models Fu et al. 2025 (AReaL), arXiv:2505.24298, the decoupled PPO objective.
     """
     if correction != "none" and correction not in _LEVELS:
         raise ContractError(
@@ -223,7 +223,7 @@ def compute_opsm_mask(
         A sequence is a sample, not a rollout.
 
     Source:
-        DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, "Off-Policy Sequence Masking".
+        DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, "Off-Policy Sequence Masking", equation 9.
     """
     check_same_shape("compute_opsm_mask", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     kl = compute_sample_means(values=old_logprobs - logprobs, loss_mask=loss_mask, sample_index=sample_index)

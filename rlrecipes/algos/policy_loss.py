@@ -104,7 +104,7 @@ def compute_gspo_policy_loss(
         The paper's sequence is a rollout; here it is a sample, which is the same unless a rollout yields several.
 
     Source:
-        Zheng et al. 2025, arXiv:2507.18071, equations 5 to 7.
+        Zheng et al. 2025, arXiv:2507.18071, equation 5 and the sequence ratio defined for it.
     """
     check_same_shape("compute_gspo_policy_loss", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     log_ratio = logprobs - old_logprobs.detach()

@@ -190,7 +190,7 @@ def compute_gae(
         KL included (slime's critic leaves it out). Summed in float64, in blocks: no loop over tokens.
 
     Source:
-        Schulman et al. 2016, arXiv:1506.02438, equations 10 and 16.
+        Schulman et al. 2016, arXiv:1506.02438, equation 16, of the temporal differences in its section 3.
     """
     _check_fractions("compute_gae", gamma=gamma, gae_lambda=gae_lambda)
     rewards, lengths = _pack("compute_gae", "token_rewards", token_rewards, loss_masks)
