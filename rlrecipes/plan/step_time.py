@@ -16,7 +16,7 @@ from rlrecipes.plan.sync_time import compute_checkpoint_time, compute_offload_ti
 from rlrecipes.plan.time_constants import TimeConstants
 from rlrecipes.plan.train_time import compute_train_time
 
-_WORDS = {
+WORDS = {
     "rollout.weights": "decoding reads weights: larger batches (more rollouts an engine) or larger TP help",
     "rollout.kv_cache": "decoding reads the KV cache: shorter answers, larger TP or an fp8 cache help",
     "rollout.compute": "decoding computes: more GPUs or fp8 help",
@@ -37,6 +37,7 @@ _WORDS = {
     "sync.verify": "a weight sync compares checksums: a larger weight_sync.verify_interval helps",
     "offload.offload": "memory goes to the host and back: engines on GPUs of their own need none of it",
 }
+"""phase.cause -> what it means and what helps against it."""
 
 
 def load_time_constants(path: str | None) -> TimeConstants:
@@ -119,7 +120,7 @@ def _find_bottleneck(parts: Mapping[str, float], step_s: float, rollout: Rollout
         phases[phase] = phases.get(phase, 0.0) + seconds
     phase = max(phases, key=phases.__getitem__)
     part = max((name for name in parts if name.startswith(phase + ".")), key=parts.__getitem__)
-    words = f"{phase} is {phases[phase] / step_s:.0%} of the step; {_WORDS[part]}"
+    words = f"{phase} is {phases[phase] / step_s:.0%} of the step; {WORDS[part]}"
     if phase == "rollout" and rollout is not None and rollout.tail_s > rollout.duration_s / 2:
         share = rollout.tail_s / rollout.duration_s
         words += f"; the last tenth of the answers takes {share:.0%} of it: a lower max_new_tokens helps"
