@@ -93,8 +93,17 @@ def build_trainer_node(num_threads: int) -> TrainerNode:
         device="cpu",
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
+        context_parallel_size=1,
         data_parallel_size=1,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=1,
         sequence_parallel=False,
+        recompute_granularity=None,
+        recompute_method=None,
+        recompute_num_layers=None,
+        recompute_modules=(),
+        optimizer_cpu_offload=False,
         max_tokens_per_micro_batch=2048,
         num_threads=num_threads,
         is_deterministic=False,
@@ -134,7 +143,7 @@ def build_micro_batches(num_tokens: int, vocab_size: int) -> list[MicroBatch]:
 
 def build_bare_step(rank: TrainerRank, micro_batches: list[MicroBatch]) -> Callable[[], None]:
     """Megatron's own loop: cross entropy of the labels, masked mean, optimizer step."""
-    ddp, optimizer = rank._policy.ddp, rank._policy.optimizer
+    (ddp,), optimizer = rank._policy.ddp, rank._policy.optimizer
     schedule = get_forward_backward_func()
     tensors = []
     for micro in micro_batches:

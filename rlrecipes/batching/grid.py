@@ -37,7 +37,7 @@ def build_grid(
         samples: of the train step, in any order; that order breaks ties.
         num_ranks: data-parallel size, at least 1.
         max_tokens: most tokens of a micro-batch, padding included.
-        sample_multiple: each sample counts as if it were padded to a multiple of it, which is left to whoever splits it.
+        sample_multiple: each sample counts as if padded to a multiple of it, which is left to whoever splits it.
         pad_to_multiple: each micro-batch is padded to a multiple of it with one fully masked sample.
         num_micro_batches_multiple: the number of micro-batches of a rank is a multiple of it.
 
