@@ -89,6 +89,23 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What a served model says of tokens that another one generated: log softmax of its logits, at temperature 1.
+
+    Attributes:
+        logprobs: [N] nats, of the tokens themselves.
+        topk_ids: [N][K] its likeliest tokens at each place, likeliest first; () where they were not asked for.
+        topk_logprobs: [N][K] nats, of these; () likewise.
+        weight_version: of its weights.
+    """
+
+    logprobs: tuple[float, ...]
+    topk_ids: tuple[tuple[int, ...], ...] = ()
+    topk_logprobs: tuple[tuple[float, ...], ...] = ()
+    weight_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One answer of one engine.
 
@@ -103,6 +120,7 @@ class Completion:
         num_prompt_tokens: tokens of the request's prompt.
         num_cached_tokens: how many of them the engine's prefix cache held.
         duration_s: wall-clock seconds from request to answer.
+        reference, teacher: of the generated ids, where such a model is served; None otherwise.
     """
 
     token_ids: tuple[int, ...]
@@ -112,9 +130,15 @@ class Completion:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     duration_s: float = 0.0
+    reference: TokenScores | None = None
+    teacher: TokenScores | None = None
 
     def __post_init__(self) -> None:
-        _check_aligned("Completion", token_ids=len(self.token_ids), rollout_logprobs=len(self.rollout_logprobs))
+        scores = {name: getattr(self, name) for name in ("reference", "teacher")}
+        lengths = {name: len(each.logprobs) for name, each in scores.items() if each is not None}
+        _check_aligned(
+            "Completion", token_ids=len(self.token_ids), rollout_logprobs=len(self.rollout_logprobs), **lengths
+        )
 
 
 @dataclass(frozen=True, slots=True)

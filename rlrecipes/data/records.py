@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from rlrecipes.errors import CheckpointError
-from rlrecipes.types import Completion, Group, Prompt, Rollout, RolloutStatus, Turn
+from rlrecipes.types import Completion, Group, Prompt, Rollout, RolloutStatus, TokenScores, Turn
 
 _RECORD_VERSION = 1
 
@@ -44,6 +45,8 @@ def _to_rollout_record(rollout: Rollout) -> dict[str, Any]:
                 "num_prompt_tokens": turn.completion.num_prompt_tokens,
                 "num_cached_tokens": turn.completion.num_cached_tokens,
                 "duration_s": turn.completion.duration_s,
+                "reference": _to_scores_record(turn.completion.reference),
+                "teacher": _to_scores_record(turn.completion.teacher),
             }
             for turn in rollout.turns
         ],
@@ -53,6 +56,10 @@ def _to_rollout_record(rollout: Rollout) -> dict[str, Any]:
         "reason": rollout.reason,
         "reward_parts": dict(rollout.reward_parts),
     }
+
+
+def _to_scores_record(scores: TokenScores | None) -> dict[str, Any] | None:
+    return None if scores is None else dataclasses.asdict(scores)
 
 
 def to_group(record: dict[str, Any]) -> Group:
@@ -87,4 +94,13 @@ def _to_turn(record: dict[str, Any]) -> Turn:
     observation_ids = tuple(fields.pop("observation_ids"))
     fields["token_ids"] = tuple(record["token_ids"])
     fields["rollout_logprobs"] = tuple(record["rollout_logprobs"])
+    for name in ("reference", "teacher"):
+        fields[name] = _to_scores(record.get(name))
     return Turn(observation_ids, Completion(**fields))
+
+
+def _to_scores(record: dict[str, Any] | None) -> TokenScores | None:
+    if record is None:
+        return None
+    topk = {name: tuple(map(tuple, record[name])) for name in ("topk_ids", "topk_logprobs")}
+    return TokenScores(tuple(record["logprobs"]), **topk, weight_version=record["weight_version"])

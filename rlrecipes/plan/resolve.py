@@ -158,7 +158,7 @@ def _trainer(config: RunConfig, placement: Placement) -> TrainerNode:
         max_tokens_per_micro_batch=parallel.max_tokens_per_micro_batch,
         num_threads=parallel.num_threads,
         is_deterministic=config.deterministic,
-        needs_reference=algo is not None and algo.kl.placement != "none",
+        needs_reference=algo is not None and algo.kl.placement != "none" and algo.kl.reference_model is None,
         seed=config.seed,
         temperature=config.rollout.sampling.temperature if algo is not None else 1.0,
         top_p=config.rollout.sampling.top_p if algo is not None else 1.0,

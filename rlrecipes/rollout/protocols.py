@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rlrecipes.types import Completion, Group, Prompt, Rollout, SamplingParams
+from rlrecipes.types import Completion, Group, Prompt, Rollout, SamplingParams, TokenScores
 
 
 class GenerateClient(Protocol):
@@ -24,6 +24,26 @@ class GenerateClient(Protocol):
         Args:
             input_ids: the prompt.
             sampling: how to sample; its ``seed`` is this request's.
+            request_id: names the request in the engine's logs.
+            routing_key: requests with the same key go to one engine where the router can.
+
+        Raises:
+            EngineError: no engine answered, or not as it should.
+        """
+
+
+class ScoreClient(Protocol):
+    """The way to the engines of a model that judges tokens (``engines/sglang/serving.py``)."""
+
+    async def score(
+        self, *, input_ids: Sequence[int], start: int, num_top: int, request_id: str, routing_key: str | None
+    ) -> TokenScores:
+        """What the model says of ``input_ids[start:]``.
+
+        Args:
+            input_ids: all tokens, context first.
+            start: first token that is scored, at least 1.
+            num_top: likeliest tokens to name at each place; 0 for none.
             request_id: names the request in the engine's logs.
             routing_key: requests with the same key go to one engine where the router can.
 

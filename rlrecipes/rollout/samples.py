@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from rlrecipes.errors import ContractError
 from rlrecipes.rollout.groups import is_answered
 from rlrecipes.types import Group, Rollout, Sample
@@ -46,4 +48,24 @@ def _to_sample(rollout: Rollout) -> Sample:
         reward=rollout.reward,
         weight_version=min(turn.completion.weight_version for turn in rollout.turns),
         status=rollout.status,
+        **_gather_scores(rollout),
     )
+
+
+def _gather_scores(rollout: Rollout) -> dict[str, np.ndarray]:
+    """What a served reference or teacher said, 0 where nothing is trained."""
+    arrays: dict[str, list[np.ndarray]] = {}
+    for turn in rollout.turns:
+        completion = turn.completion
+        named = {
+            "ref_logprobs": completion.reference and completion.reference.logprobs,
+            "teacher_logprobs": completion.teacher and completion.teacher.logprobs,
+            "teacher_topk_ids": completion.teacher and completion.teacher.topk_ids,
+            "teacher_topk_logprobs": completion.teacher and completion.teacher.topk_logprobs,
+        }
+        for name, values in named.items():
+            if values:
+                array = np.asarray(values, dtype=np.int64 if name == "teacher_topk_ids" else np.float32)
+                shown = np.zeros((len(turn.observation_ids), *array.shape[1:]), dtype=array.dtype)
+                arrays[name] = [*arrays.get(name, []), shown, array]
+    return {name: np.concatenate(parts) for name, parts in arrays.items()}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlrecipes.config.schema import RlConfig, SamplingConfig
 from rlrecipes.data.buffer import SampleBuffer
@@ -14,19 +17,56 @@ from rlrecipes.data.sft import SftSource
 from rlrecipes.data.tokenizer import load_tokenizer
 from rlrecipes.engines.sglang.serving import ServingClient
 from rlrecipes.errors import DataError
-from rlrecipes.plan.nodes import Plan
+from rlrecipes.plan.nodes import POLICY, Plan, ServedModelNode
 from rlrecipes.rewards.registry import build_reward
 from rlrecipes.rollout.collector import Collector
 from rlrecipes.rollout.filters import build_filters
 from rlrecipes.rollout.generate import SingleTurn
 from rlrecipes.rollout.groups import GroupGenerator
 from rlrecipes.rollout.protocols import Reward
+from rlrecipes.rollout.scoring import Role, Scorer, ScoringReward
 from rlrecipes.runner.preparation import to_row_keys
 from rlrecipes.tracking.tracker import Tracker, build_tracker
 from rlrecipes.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+class ServedClients(Mapping[str, ServingClient]):
+    """The ways to the served models of a Plan. Their names are known at once, clients once they are opened.
+
+    Args:
+        plan: the Plan.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._clients: dict[str, ServingClient] = {}
+
+    async def open(self, find_router: Callable[[str], str], stack: AsyncExitStack) -> None:
+        """Open every client.
+
+        Args:
+            find_router: name of a served model -> where it is asked.
+            stack: closes them.
+        """
+        for name in self:
+            client = ServingClient(
+                find_router(name),
+                timeout_s=self._plan.rollout.request_timeout_s,
+                max_connections=self._plan.rollout.max_concurrent_requests,
+            )
+            self._clients[name] = await stack.enter_async_context(client)
+
+    def __getitem__(self, name: str) -> ServingClient:
+        return self._clients[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (model.name for model in self._plan.served_models)
+
+    def __len__(self) -> int:
+        return len(self._plan.served_models)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +79,7 @@ class Inputs:
         sft: training samples; None for RL.
         eval_prompts: held out; empty when nothing is.
         reward: what rewards groups.
+        clients: the ways to served models.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -46,29 +87,38 @@ class Inputs:
     sft: SftSource | None
     eval_prompts: tuple[Prompt, ...]
     reward: Reward
+    clients: ServedClients
 
 
-def build_plan_reward(plan: Plan) -> Reward:
+def build_plan_reward(plan: Plan, clients: ServedClients) -> Reward:
     """What rewards groups.
+
+    Args:
+        plan: the Plan.
+        clients: of its served models, opened or not.
 
     Raises:
         ConfigError: its name, options or function do not fit.
     """
-    return build_reward(plan.reward.name, timeout_s=plan.reward.timeout_s, options=plan.reward.options)
+    reward = plan.reward
+    return build_reward(reward.name, timeout_s=reward.timeout_s, options=reward.options, models=clients)
 
 
-def build_inputs(plan: Plan, reward: Reward, *, should_train: bool = True) -> Inputs:
+def build_inputs(plan: Plan, reward: Reward, clients: ServedClients, *, should_train: bool = True) -> Inputs:
     """Read tokenizer and data.
 
     Args:
         plan: the Plan.
         reward: built before, since it needs no file.
+        clients: of the served models, opened or not.
         should_train: whether the training file is read.
 
     Raises:
         InputError: a file is missing or malformed.
     """
     tokenizer = load_tokenizer(plan.model.path)
+    for role, model in _find_scorers(plan):
+        _check_vocabulary(tokenizer, role, model)
     encoder = PromptEncoder(tokenizer, plan.data.apply_chat_template, plan.data.max_prompt_tokens)
     common: dict[str, Any] = {
         "encoder": encoder,
@@ -82,7 +132,32 @@ def build_inputs(plan: Plan, reward: Reward, *, should_train: bool = True) -> In
         prompts = JsonlPromptSource(path, name=plan.data.name, **common)
     elif should_train:
         sft = SftSource(path, max_sample_tokens=plan.batch.max_sample_tokens, **common)
-    return Inputs(tokenizer, prompts, sft, _read_eval_prompts(plan, encoder), reward)
+    return Inputs(tokenizer, prompts, sft, _read_eval_prompts(plan, encoder), reward, clients)
+
+
+def _find_scorers(plan: Plan) -> Iterator[tuple[Role, ServedModelNode]]:
+    """Served models that say what they think of the rollouts' tokens."""
+    if not isinstance(plan.algo, RlConfig):
+        return
+    distillation = plan.algo.distillation
+    names: dict[Role, str | None] = {
+        "reference": plan.algo.kl.reference_model,
+        "teacher": distillation.teacher_model if distillation is not None else None,
+    }
+    models = {model.name: model for model in plan.served_models}
+    yield from ((role, models[name]) for role, name in names.items() if name is not None)
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, role: Role, model: ServedModelNode) -> None:
+    """Token ids must mean the same to both; a model that is elsewhere cannot be looked at."""
+    if not (Path(model.path) / "tokenizer_config.json").is_file():
+        return
+    theirs = load_tokenizer(model.path).get_vocab()
+    for token, index in tokenizer.get_vocab().items():
+        if theirs.get(token, index) != index:
+            problem = f"{model.path}: token {token!r} is {theirs[token]} there and {index} in the policy's vocabulary"
+            fix = f"take a {role} with the policy's vocabulary"
+            raise DataError(f"topology.served_models.{model.name}.path", problem, fix)
 
 
 def _read_eval_prompts(plan: Plan, encoder: PromptEncoder) -> tuple[Prompt, ...]:
@@ -103,16 +178,7 @@ def to_sampling_params(config: SamplingConfig) -> SamplingParams:
     return SamplingParams(**config.model_dump())
 
 
-def build_client(plan: Plan, router_url: str) -> ServingClient:
-    """The way to the engines of one model."""
-    return ServingClient(
-        router_url,
-        timeout_s=plan.rollout.request_timeout_s,
-        max_connections=plan.rollout.max_concurrent_requests,
-    )
-
-
-def build_collector(plan: Plan, inputs: Inputs, client: ServingClient) -> Collector:
+def build_collector(plan: Plan, inputs: Inputs) -> Collector:
     """What asks training prompts.
 
     Raises:
@@ -121,7 +187,7 @@ def build_collector(plan: Plan, inputs: Inputs, client: ServingClient) -> Collec
     if inputs.prompts is None:
         raise ValueError("a collector needs prompts")
     return Collector(
-        _build_generator(plan, inputs, client, plan.rollout.sampling, plan.batch.group_size, "train"),
+        _build_generator(plan, inputs, plan.rollout.sampling, plan.batch.group_size, "train"),
         source=inputs.prompts,
         buffer=SampleBuffer(max_groups=plan.batch.prompts_per_step),
         max_concurrent_requests=plan.rollout.max_concurrent_requests,
@@ -130,23 +196,45 @@ def build_collector(plan: Plan, inputs: Inputs, client: ServingClient) -> Collec
     )
 
 
-def build_eval_generator(plan: Plan, inputs: Inputs, client: ServingClient) -> GroupGenerator:
+def build_eval_generator(plan: Plan, inputs: Inputs) -> GroupGenerator:
     """What answers held-out prompts."""
     evaluation = plan.rollout.evaluation
-    return _build_generator(plan, inputs, client, evaluation.sampling, evaluation.num_samples_per_prompt, "eval")
+    return _build_generator(plan, inputs, evaluation.sampling, evaluation.num_samples_per_prompt, "eval")
 
 
 def _build_generator(
-    plan: Plan, inputs: Inputs, client: ServingClient, sampling: SamplingConfig, group_size: int, purpose: str
+    plan: Plan, inputs: Inputs, sampling: SamplingConfig, group_size: int, purpose: Literal["train", "eval"]
 ) -> GroupGenerator:
+    run_id = f"{plan.name}-{purpose}"
     generate = SingleTurn(
-        client,
+        inputs.clients[POLICY],
         tokenizer=inputs.tokenizer,
         sampling=to_sampling_params(sampling),
         seed=plan.seed,
-        run_id=f"{plan.name}-{purpose}",
+        run_id=run_id,
     )
-    return GroupGenerator(generate, inputs.reward, group_size)
+    scorers = _build_scorers(plan, inputs.clients) if purpose == "train" else {}
+    reward = ScoringReward(inputs.reward, scorers, run_id=run_id) if scorers else inputs.reward
+    return GroupGenerator(generate, reward, group_size)
+
+
+def _build_scorers(plan: Plan, clients: ServedClients) -> dict[Role, Scorer]:
+    distillation = plan.algo.distillation if isinstance(plan.algo, RlConfig) else None
+    num_top = distillation.top_k if distillation is not None and distillation.form == "topk" else 0
+    return {
+        role: Scorer(clients[model.name], num_top if role == "teacher" else 0, _read_vocab_size(model.path))
+        for role, model in _find_scorers(plan)
+    }
+
+
+def _read_vocab_size(path: str) -> int | None:
+    """Of a model's config.json; None where it is elsewhere."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        return None
+    config = json.loads(file.read_text(encoding="utf-8"))
+    size: int | None = config.get("text_config", config).get("vocab_size")
+    return size
 
 
 def build_run_tracker(plan: Plan, run_id: str | None) -> Tracker:

@@ -22,7 +22,7 @@ def resolve_recipe(recipe: ComposedRecipe) -> Plan:
         ConfigError: every problem found.
     """
     config = recipe.config
-    problems = check_reward(config.reward.name, config.reward.options)
+    problems = check_reward(config.reward.name, config.reward.options, config.topology.served_models)
     cluster = read_cluster(config.cluster, config.runs_dir, problems, _read_ray_hosts)
     return resolve(
         config,

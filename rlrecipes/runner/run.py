@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,11 @@ from rlrecipes.errors import ConfigError, Interrupted
 from rlrecipes.plan.cluster import check_is_here
 from rlrecipes.plan.facts import find_obstacles
 from rlrecipes.plan.lock import build_lock, check_lock, read_lock, to_lock_path, write_lock
-from rlrecipes.plan.nodes import POLICY, Plan
+from rlrecipes.plan.nodes import Plan
 from rlrecipes.rollout.evaluation import EvaluationResult, run_evaluation
 from rlrecipes.runner.build import (
     Inputs,
-    build_client,
+    ServedClients,
     build_collector,
     build_eval_generator,
     build_inputs,
@@ -74,10 +74,11 @@ def run_plan(plan: Plan) -> RunResult:
         store = CheckpointStore(run_dir, plan.schedule.num_kept_checkpoints)
         checkpoint, state = _find_resume_point(plan, store)
         if state is None or not _is_finished(plan, state):
-            reward = build_plan_reward(plan)
+            clients = ServedClients(plan)
+            reward = build_plan_reward(plan, clients)
             build_objective(plan)  # a loss of the user's own that cannot be imported is told before anything starts
             run_preparation(plan, is_new=state is None)
-            inputs = build_inputs(plan, reward)
+            inputs = build_inputs(plan, reward, clients)
             _lock(plan, run_dir, is_new=state is None)
             _write_plan(plan, run_dir)
             return asyncio.run(_run(plan, inputs, store, checkpoint, state))
@@ -140,12 +141,12 @@ async def _run(
         progress = stack.enter_context(build_progress(plan.schedule.num_steps, plan.name, step))
         if state is not None:
             progress.show(f"resuming {plan.run_dir} after step {step}")
-        serving, trainers = await _start_processes(plan, checkpoint, stack, stop)
+        serving, trainers = await _start_processes(plan, checkpoint, stack, stop, progress.show)
         collector = eval_generator = None
         if serving is not None:
-            client = await stack.enter_async_context(build_client(plan, serving.router_url(POLICY)))
-            collector = build_collector(plan, inputs, client) if isinstance(plan.algo, RlConfig) else None
-            eval_generator = build_eval_generator(plan, inputs, client) if inputs.eval_prompts else None
+            await inputs.clients.open(serving.router_url, stack)
+            collector = build_collector(plan, inputs) if isinstance(plan.algo, RlConfig) else None
+            eval_generator = build_eval_generator(plan, inputs) if inputs.eval_prompts else None
         if collector is not None and state is not None:
             collector.restore(state.collector)
         parts = Parts(
@@ -188,15 +189,14 @@ def _start_tracker(plan: Plan, state: RunState | None, stack: AsyncExitStack) ->
 
 
 async def _start_processes(
-    plan: Plan, checkpoint: Path | None, stack: AsyncExitStack, stop: StopRequest
+    plan: Plan, checkpoint: Path | None, stack: AsyncExitStack, stop: StopRequest, show: Callable[[str], None]
 ) -> tuple[Serving | None, TrainerGroup]:
-    log_dir = Path(plan.run_dir) / "logs"
-    serving = Serving(plan, log_dir) if plan.served_models else None
+    serving = Serving(plan, show) if plan.served_models else None
     stop.install()
     if serving is not None:
         stack.push_async_callback(serving.close)
         serving.launch()  # engines come up while Ray and the trainers do
-    trainers = TrainerGroup(plan, log_dir)
+    trainers = TrainerGroup(plan, Path(plan.run_dir) / "logs")
     stack.push_async_callback(trainers.close)
     await trainers.launch()
     await stop.run(_start_trainers(plan, trainers, checkpoint))
@@ -246,9 +246,10 @@ def run_held_out_evaluation(plan: Plan) -> EvaluationResult:
     if plan.model.is_random:
         problem = "the recipe's model has random weights: there is nothing to measure"
         raise ConfigError("model.path", problem, f"train first, then give model=hf model.path={plan.run_dir}/hf")
-    reward = build_plan_reward(plan)
+    clients = ServedClients(plan)
+    reward = build_plan_reward(plan, clients)
     write_tasks(plan)
-    inputs = build_inputs(plan, reward, should_train=False)
+    inputs = build_inputs(plan, reward, clients, should_train=False)
     return asyncio.run(_evaluate(plan, inputs))
 
 
@@ -256,13 +257,13 @@ async def _evaluate(plan: Plan, inputs: Inputs) -> EvaluationResult:
     stop = StopRequest()
     stop.install()
     async with AsyncExitStack() as stack:
-        serving = Serving(plan, Path(plan.run_dir) / "logs")
+        serving = Serving(plan, print)
         stack.push_async_callback(serving.close)
         serving.launch()
         await stop.run(serving.wait_until_ready())
-        client = await stack.enter_async_context(build_client(plan, serving.router_url(POLICY)))
+        await inputs.clients.open(serving.router_url, stack)
         work = run_evaluation(
-            build_eval_generator(plan, inputs, client),
+            build_eval_generator(plan, inputs),
             inputs.eval_prompts,
             max_concurrent_requests=plan.rollout.max_concurrent_requests,
             max_failed_fraction=plan.rollout.max_failed_fraction,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from rlrecipes.errors import EngineError
 from rlrecipes.plan.nodes import POLICY, Plan, ProcessNode, ServedModelNode
 
 _HOST = "127.0.0.1"
+_ROUTERS_FILE = "routers.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,13 @@ class ServedModel:
     Args:
         node: from the Plan.
         log_dir: one log a process is kept there.
+        announce: called when the router answers, before anybody joins.
     """
 
-    def __init__(self, node: ServedModelNode, log_dir: Path) -> None:
+    def __init__(self, node: ServedModelNode, log_dir: Path, announce: Callable[[ServedModelNode, str], None]) -> None:
         self._node = node
         self._log_dir = log_dir
+        self._announce = announce
         self._processes: list[ServerProcess] = []
         self.engines: list[Engine] = []
         self.router_url = ""
@@ -103,6 +107,7 @@ class ServedModel:
         }
         self.router_url, router = self._launch(node, _chosen_port(node.command) or find_free_port(), values)
         await router.wait_until_ready(self.router_url, node.start_timeout_s)
+        self._announce(self._node, self.router_url)
         urls = [engine.url for engine in behind]
         await wait_until_workers(self.router_url, urls, node.start_timeout_s)
         if self._node.num_joining_engines:
@@ -146,15 +151,18 @@ class ServedModel:
 
 
 class Serving:
-    """Every served model of a Plan, by name.
+    """Every served model of a Plan, by name. Where their routers are stands in ``routers.json`` of the run directory.
 
     Args:
         plan: the Plan.
-        log_dir: one log a process is kept there.
+        show: tells a person something.
     """
 
-    def __init__(self, plan: Plan, log_dir: Path) -> None:
-        self._models = {node.name: ServedModel(node, log_dir) for node in plan.served_models}
+    def __init__(self, plan: Plan, show: Callable[[str], None]) -> None:
+        run_dir = Path(plan.run_dir)
+        self._models = {node.name: ServedModel(node, run_dir / "logs", self._announce) for node in plan.served_models}
+        self._routers_file = run_dir / _ROUTERS_FILE
+        self._show = show
         self._updated = [node.name for node in plan.served_models if node.is_updated]
 
     def __bool__(self) -> bool:
@@ -162,6 +170,7 @@ class Serving:
 
     def launch(self) -> None:
         """Start every engine process; does not wait."""
+        self._routers_file.unlink(missing_ok=True)  # of a run that was killed
         for model in self._models.values():
             model.launch()
 
@@ -172,6 +181,18 @@ class Serving:
             EngineError: one did not come up in time.
         """
         await asyncio.gather(*(model.wait_until_ready() for model in self._models.values()))
+
+    def _announce(self, node: ServedModelNode, router_url: str) -> None:
+        urls = {name: model.router_url for name, model in self._models.items() if model.router_url}
+        draft = self._routers_file.with_suffix(".draft")
+        draft.write_text(json.dumps(urls, indent=2) + "\n", encoding="utf-8")
+        draft.rename(self._routers_file)
+        if node.num_joining_engines:
+            url = '{"url": "http://<engine>"}'
+            self._show(
+                f"{node.name}: waiting {node.join_timeout_s:g} s for {node.num_joining_engines} engines to join;"
+                f" register each: POST {router_url}/workers {url}"
+            )
 
     def check_alive(self) -> None:
         """Raise when a process has died.
@@ -202,6 +223,7 @@ class Serving:
 
     async def close(self) -> None:
         """Stop everything."""
+        self._routers_file.unlink(missing_ok=True)
         await asyncio.gather(*(model.close() for model in self._models.values()))
 
 
@@ -214,13 +236,12 @@ async def _meet(url: str, worker_type: WorkerType | None) -> Engine:
     client = EngineClient(url)
     try:
         info = await client.server_info()
-    except EngineError:
-        await client.close()
-        raise
+    except EngineError as error:
+        fix = "start it, or name another url: it is one of those that others run"
+        raise EngineError(f"engine {url}", error.problems[0].problem, fix) from error
     mode = info.get("disaggregation_mode") or "null"
     found: WorkerType = "regular" if mode == "null" else "prefill" if mode == "prefill" else "decode"
     if worker_type not in (None, found):
-        await client.close()
         fix = f"set worker_type={found}, or name other urls"
         raise EngineError(f"engine {url}", f"is a {found} worker; the recipe says {worker_type}", fix)
     num_ranks = int(info.get("tp_size") or 1) * int(info.get("pp_size") or 1)

@@ -152,8 +152,9 @@ class Learner:
         is_own = self._plan.batch.num_train_steps == 1 and not is_read_before
         names = {"policy": "old_logprobs"} if algo.old_logprobs == "recompute" and not is_own else {}
         names |= {"reference": "ref_logprobs"} if self._plan.trainer.needs_reference else {}
-        names |= {"teacher": "teacher_logprobs"} if is_sampled else {}
-        if not names and algo.critic is None and teacher is None:
+        is_held = teacher is not None and teacher.teacher_model is None  # a served one was asked with the rollouts
+        names |= {"teacher": "teacher_logprobs"} if is_sampled and is_held else {}
+        if not names and algo.critic is None and not is_held:
             return samples
         grid = self._grid(samples)
 
@@ -165,7 +166,7 @@ class Learner:
         found = {field: await read("compute_logprobs", name) for name, field in names.items()}
         if algo.critic is not None:
             found["old_values"] = await read("compute_values")
-        if teacher is not None and teacher.form == "topk":
+        if teacher is not None and is_held and teacher.form == "topk":
             both = await read("compute_teacher_topk", teacher.top_k)
             found["teacher_topk_ids"] = [array[:, : teacher.top_k].astype(np.int64) for array in both]
             found["teacher_topk_logprobs"] = [array[:, teacher.top_k :] for array in both]

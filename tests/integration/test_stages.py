@@ -35,7 +35,8 @@ TINY = [
 PPO = [
     "algo=ppo",
     "algo.group_size=2",
-    "algo.distillation={teacher_path: runs/quickstart_grpo/hf, form: topk, top_k: 4, coef: 0.1, is_alone: false}",
+    "algo.distillation={teacher_path: runs/quickstart_grpo/hf, teacher_model: null, form: topk, top_k: 4, coef: 0.1,"
+    " is_alone: false}",
     "algo.overlong={buffer_tokens: 4, penalty_coef: 0.5, should_filter: true}",
     "algo.off_policy.correction=token_tis",
     "algo.off_policy.opsm_delta=0.5",

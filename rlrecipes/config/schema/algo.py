@@ -31,6 +31,8 @@ class KlConfig(Section):
     k1_straight_through has k1's value and k2's gradient."""
     is_unbiased: bool
     """Whether a KL in the loss is weighted by exp(logprobs - old_logprobs), with its gradient."""
+    reference_model: str | None
+    """Served model that is the reference, asked through its router; null: the trainer keeps the initial weights."""
 
 
 class OffPolicyConfig(Section):
@@ -75,7 +77,10 @@ class DistillationConfig(Section):
     """Tokens of form topk."""
 
     teacher_path: str | None
-    """HF directory of the teacher, of the policy's shapes; the trainer holds its weights. Must be given."""
+    """HF directory of the teacher, of the policy's shapes; the trainer holds its weights. null: see teacher_model."""
+    teacher_model: str | None
+    """Served model that is the teacher, of any shapes and the policy's vocabulary, asked through its router; null:
+    teacher_path is one."""
     coef: PositiveFloat
     """Units of the advantage (sampled) or of the loss (topk) per nat."""
     is_alone: bool

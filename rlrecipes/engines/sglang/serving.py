@@ -1,4 +1,7 @@
-"""The HTTP client that generates, through the router. Owns /generate: its body, what an answer must hold, retries."""
+"""The HTTP client that asks a served model, through its router. Owns what is asked, what an answer must hold, retries.
+
+A model is asked for an answer to token ids, for its log probabilities of given token ids, or for a reply to a message.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ from tenacity import (
 
 from rlrecipes.engines.sglang.http import JSON_HEADERS, to_message, to_weight_version
 from rlrecipes.errors import EngineError
-from rlrecipes.types import FINISH_ABORT, Completion, SamplingParams
+from rlrecipes.types import FINISH_ABORT, Completion, SamplingParams, TokenScores
 
+_GENERATE, _CHAT = "/generate", "/v1/chat/completions"
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 _STATUS_ABORTED_IN_QUEUE = 499
 _STATUSES_TO_RETRY = (502, 503)
@@ -112,27 +116,89 @@ class ServingClient:
         """
         started = time.perf_counter()
         body = {"input_ids": input_ids, "sampling_params": _to_json(sampling), "return_logprob": True}
-        headers = {ROUTING_KEY_HEADER: routing_key} if routing_key is not None else None
-        try:
-            status, content = await self._post(body | {"rid": request_id}, headers)
-        except _UnavailableError:
-            status, content = await self._post_again(body, request_id, headers)
+        status, content = await self._ask(_GENERATE, body, request_id, routing_key)
         if status == _STATUS_ABORTED_IN_QUEUE:
             return Completion((), (), FINISH_ABORT, -1, len(input_ids), 0, time.perf_counter() - started)
         if status != 200:
             raise self._error(f"answered {status}: {to_message(content)}")
         return self._to_completion(content, time.perf_counter() - started)
 
-    async def _post(self, body: dict[str, Any], headers: dict[str, str] | None) -> tuple[int, bytes]:
-        if self._session is None:
-            raise self._error("was called outside of `async with`")
+    async def score(
+        self,
+        *,
+        input_ids: Sequence[int],
+        start: int,
+        num_top: int,
+        request_id: str,
+        routing_key: str | None = None,
+    ) -> TokenScores:
+        """What the model says of given tokens, at temperature 1 over the whole vocabulary; nothing is generated.
+
+        SGLang divides the logits of tokens it generates by the temperature, and those of a prompt never.
+
+        Args:
+            input_ids: all tokens, context first.
+            start: first token that is scored, at least 1.
+            num_top: likeliest tokens to name at each place; 0 for none.
+            request_id: as in :meth:`generate`.
+            routing_key: as in :meth:`generate`.
+
+        Returns:
+            Scores of ``input_ids[start:]``.
+
+        Raises:
+            EngineError: no engine answered in time, or one refused, or its answer is not whole.
+        """
+        body = {
+            "input_ids": input_ids,
+            "sampling_params": _to_json(SamplingParams(max_new_tokens=0)),
+            "return_logprob": True,
+            "logprob_start_len": start - 1,  # the token there comes first, without a value
+            "top_logprobs_num": num_top,
+        }
+        status, content = await self._ask(_GENERATE, body, request_id, routing_key)
+        if status != 200:
+            raise self._error(f"answered {status}: {to_message(content)}")
+        return self._to_scores(content, list(input_ids[start:]), num_top)
+
+    async def chat(self, *, text: str, max_new_tokens: int, request_id: str) -> str:
+        """The model's likeliest reply to a message of a user, under its own chat template.
+
+        Args:
+            text: of the message.
+            max_new_tokens: most tokens of the reply.
+            request_id: as in :meth:`generate`.
+
+        Raises:
+            EngineError: no engine answered in time, or one refused, or its answer is not whole.
+        """
+        messages = [{"role": "user", "content": text}]
+        body = {"model": "default", "messages": messages, "temperature": 0.0, "max_tokens": max_new_tokens}
+        status, content = await self._ask(_CHAT, body, request_id, None)
+        if status != 200:
+            raise self._error(f"answered {status}: {to_message(content)}", _CHAT)
         try:
-            async with self._session.post(
-                self._base_url + "/generate", data=orjson.dumps(body), headers=headers
-            ) as response:
+            return str(orjson.loads(content)["choices"][0]["message"]["content"] or "")
+        except (orjson.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+            raise self._error(f"gave an answer that cannot be read ({error!r}): {content[:300]!r}", _CHAT) from error
+
+    async def _ask(
+        self, path: str, body: dict[str, Any], request_id: str, routing_key: str | None
+    ) -> tuple[int, bytes]:
+        headers = {ROUTING_KEY_HEADER: routing_key} if routing_key is not None else None
+        try:
+            return await self._post(path, body | {"rid": request_id}, headers)
+        except _UnavailableError:
+            return await self._post_again(path, body, request_id, headers)
+
+    async def _post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None) -> tuple[int, bytes]:
+        if self._session is None:
+            raise self._error("was called outside of `async with`", path)
+        try:
+            async with self._session.post(self._base_url + path, data=orjson.dumps(body), headers=headers) as response:
                 status, content = response.status, await response.read()
         except TimeoutError as error:
-            raise self._error(f"had no answer within {self._timeout_s:g} s") from error
+            raise self._error(f"had no answer within {self._timeout_s:g} s", path) from error
         except aiohttp.ClientError as error:
             raise _UnavailableError(f"could not be reached: {error or type(error).__name__}") from error
         if status in _STATUSES_TO_RETRY or (status == 500 and _LOST_ENGINE in content):
@@ -140,11 +206,11 @@ class ServingClient:
         return status, content
 
     async def _post_again(
-        self, body: dict[str, Any], request_id: str, headers: dict[str, str] | None
+        self, path: str, body: dict[str, Any], request_id: str, headers: dict[str, str] | None
     ) -> tuple[int, bytes]:
         def give_up(state: RetryCallState) -> tuple[int, bytes]:
             problem = state.outcome.exception() if state.outcome else None
-            raise self._error(f"{problem} (asked {state.attempt_number + 1} times in {_RETRY_S:g} s)")
+            raise self._error(f"{problem} (asked {state.attempt_number + 1} times in {_RETRY_S:g} s)", path)
 
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_UnavailableError),
@@ -156,7 +222,7 @@ class ServingClient:
 
         # A lambda would not do: tenacity awaits only what is a coroutine function.
         async def post() -> tuple[int, bytes]:
-            return await self._post(body | {"rid": f"{request_id}.{next(attempts)}"}, headers)
+            return await self._post(path, body | {"rid": f"{request_id}.{next(attempts)}"}, headers)
 
         return await retrying(post)
 
@@ -185,8 +251,27 @@ class ServingClient:
         except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise self._error(f"gave an answer that cannot be read ({error!r}): {content[:300]!r}") from error
 
-    def _error(self, problem: str) -> EngineError:
-        return EngineError(f"engine {self._base_url}", f"/generate {problem}", _FIX)
+    def _to_scores(self, content: bytes, token_ids: list[int], num_top: int) -> TokenScores:
+        try:
+            meta = orjson.loads(content)["meta_info"]
+            entries = meta["input_token_logprobs"][1:]
+            logprobs = tuple([entry[0] for entry in entries])
+            top = meta["input_top_logprobs"][1:] if num_top else []
+            if [entry[1] for entry in entries] != token_ids or not math.isfinite(sum(logprobs)):
+                raise ValueError("token ids and log probabilities do not match")
+            if num_top and [len(row) for row in top] != [num_top] * len(token_ids):
+                raise ValueError(f"not every place has its {num_top} likeliest tokens")
+            return TokenScores(
+                logprobs=logprobs,
+                topk_ids=tuple([tuple([entry[1] for entry in row]) for row in top]),
+                topk_logprobs=tuple([tuple([entry[0] for entry in row]) for row in top]),
+                weight_version=to_weight_version(meta["weight_version"]),
+            )
+        except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise self._error(f"gave an answer that cannot be read ({error!r}): {content[:300]!r}") from error
+
+    def _error(self, problem: str, path: str = _GENERATE) -> EngineError:
+        return EngineError(f"engine {self._base_url}", f"{path} {problem}", _FIX)
 
 
 def _to_json(sampling: SamplingParams) -> dict[str, Any]:

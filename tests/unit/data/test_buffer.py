@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rlrecipes.data.buffer import SampleBuffer
 from rlrecipes.data.records import to_group, to_record
 from rlrecipes.errors import CheckpointError, ContractError
-from rlrecipes.types import Completion, Group, Prompt, Rollout, RolloutStatus, Turn
+from rlrecipes.types import Completion, Group, Prompt, Rollout, RolloutStatus, TokenScores, Turn
 
 floats = st.floats(allow_nan=False, allow_infinity=False)
 ids = st.lists(st.integers(0, 2**31), max_size=4).map(tuple)
@@ -21,9 +21,11 @@ def completions(draw):
     token_ids = draw(ids)
     logprobs = draw(st.lists(floats, min_size=len(token_ids), max_size=len(token_ids)).map(tuple))
     counts = st.integers(0, 10**6)
+    rows = st.lists(st.lists(floats, max_size=3).map(tuple), max_size=3).map(tuple)
+    scores = st.none() | st.builds(TokenScores, st.just(logprobs), st.lists(ids).map(tuple), rows, counts)
     return Completion(
         token_ids, logprobs, draw(st.sampled_from(["stop", "length", "abort"])), draw(counts), draw(counts),
-        draw(counts), draw(floats),
+        draw(counts), draw(floats), draw(scores), draw(scores),
     )  # fmt: skip
 
 

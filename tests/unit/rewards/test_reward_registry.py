@@ -54,7 +54,7 @@ def test_rewards_are_built_by_name(name, options, text, expected):
     ("name", "options", "where", "message"),
     [
         ("maths", {}, "reward.name", "did you mean 'math'?"),
-        ("zzz", {}, "reward.name", "allowed: choice, math, module:function, reasoning_gym"),
+        ("zzz", {}, "reward.name", "allowed: choice, math, module:function, reasoning_gym, served_judge"),
         ("math", {"extracton": "whole"}, "reward.options.extracton", "did you mean 'extraction'?"),
         ("math", {"extraction": "boxed"}, "reward.options.extraction", "did you mean 'last_boxed'?"),
         ("math", {"extraction": "after_marker"}, "reward.options.marker", "needs a marker"),
@@ -142,7 +142,7 @@ def test_a_plan_reads_the_source_and_runs_none_of_it(tmp_path, monkeypatch, path
     (tmp_path / "open_ended.py").write_text("from pack import *\nraise SystemExit\n")
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
-    problems = check_reward(path, options)
+    problems = check_reward(path, options, ())
     assert [problem.where for problem in problems] == ([] if where is None else [where])
     assert set(sys.modules) == before
     if path.endswith("nestd"):

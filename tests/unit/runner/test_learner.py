@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from rlrecipes.errors import TrainerError
 from rlrecipes.plan.nodes import HostNode
 from rlrecipes.plan.resolve import resolve
 from rlrecipes.runner.training import Learner, build_objective
-from rlrecipes.types import Completion, Group, Prompt, Rollout, RolloutStatus, Turn
+from rlrecipes.types import Completion, Group, Prompt, Rollout, RolloutStatus, TokenScores, Turn
 
 HOSTS = (HostNode(name="here", num_cpus=2, num_gpus=0, memory_bytes=1 << 34),)
 LAYOUT = [
@@ -236,6 +237,64 @@ def test_the_teacher_pulls_before_whitening(tmp_path):
         value == pytest.approx(-0.5 * 2 * token / 100)
         for (token, _), value in per_token(trainers, "advantages").items()
     )
+
+
+def scored(groups, scale, **names):
+    """The groups, with what served models said: -scale x token/100, as ranks of a trainer would."""
+
+    def fill(rollout):
+        (turn,) = rollout.turns
+        ids = turn.completion.token_ids
+        logprobs = tuple(-scale * token / 100 for token in ids)
+        topk = tuple((token, token + 1) for token in ids), tuple((value, value - 1) for value in logprobs)
+        scores = {name: TokenScores(logprobs, *(topk if has_topk else ())) for name, has_topk in names.items()}
+        completion = dataclasses.replace(turn.completion, **scores)
+        return dataclasses.replace(rollout, turns=(dataclasses.replace(turn, completion=completion),))
+
+    return [dataclasses.replace(group, rollouts=tuple(map(fill, group.rollouts))) for group in groups]
+
+
+@pytest.fixture
+def served(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    return ["topology=embedded_teacher", f"topology.served_models.teacher.path={tmp_path}"]
+
+
+def test_a_served_teacher_pulls_as_one_that_the_trainer_holds(served):
+    teacher = ["algo=opd", "algo.group_size=2", "algo.distillation.coef=0.5"]
+    held, _ = train(plan_of(*teacher, f"algo.distillation.teacher_path={served[1].split('=')[1]}"), GROUPS)
+    groups = scored(GROUPS, 3.0, teacher=False)
+    asked, _ = train(plan_of(*served, *teacher, "algo.distillation.teacher_model=teacher"), groups)
+    assert asked.asked == ["policy"]
+    assert per_token(asked, "advantages") == pytest.approx(per_token(held, "advantages"))
+    with pytest.raises(TrainerError, match="needs teacher_logprobs"):
+        train(plan_of(*served, *teacher, "algo.distillation.teacher_model=teacher"), GROUPS)
+
+
+def test_ranks_get_the_likeliest_tokens_of_a_served_teacher(served):
+    teacher = ["algo=opd", "algo.group_size=2", "algo.distillation.form=topk", "algo.distillation.top_k=2"]
+    plan = plan_of(*served, *teacher, "algo.distillation.teacher_model=teacher")
+    trainers, _ = train(plan, scored(GROUPS, 3.0, teacher=True))
+    assert trainers.asked == []
+    for mb in (mb for step in trainers.train_steps for mb in step):
+        targets = mb.target_ids[mb.loss_mask]
+        assert len(targets)
+        assert mb.teacher_topk_ids[mb.loss_mask].tolist() == [[token, token + 1] for token in targets]
+        expected = np.stack([-3 * targets / 100, -3 * targets / 100 - 1], axis=1)
+        np.testing.assert_allclose(mb.teacher_topk_logprobs[mb.loss_mask], expected, rtol=1e-6)
+        assert not mb.teacher_topk_logprobs[~mb.loss_mask].any()
+
+
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_a_served_reference_is_the_one_that_the_trainer_would_hold(served, placement):
+    kl = [f"algo.kl.placement={placement}", "algo.kl.coef=0.5", "algo.kl.estimator=k2"]
+    held, _ = train(plan_of(*kl), GROUPS)
+    plan = plan_of(*served, *kl, "algo.kl.reference_model=teacher")
+    asked, _ = train(plan, scored(GROUPS, 2.0, reference=False))
+    assert "reference" in held.asked
+    assert "reference" not in asked.asked
+    for field in ("ref_logprobs", "advantages"):
+        assert per_token(asked, field) == pytest.approx(per_token(held, field))
 
 
 def test_a_truncated_rollout_is_left_out_of_baseline_and_loss():
