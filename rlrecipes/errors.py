@@ -31,12 +31,14 @@ class Problem:
         problem: what is wrong, with the offending value.
         fix: what to do about it; the nearest right spelling or value where there is one.
         origin: where the value was set (``override``, ``conf/algo/grpo.yaml``); empty when unknown.
+        rule: what refuses it, as docs/rules.md names it; empty for what only a run can find.
     """
 
     where: str
     problem: str
     fix: str
     origin: str = ""
+    rule: str = ""
 
     def __str__(self) -> str:
         origin = f" (set in {self.origin})" if self.origin else ""

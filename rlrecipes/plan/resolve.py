@@ -10,7 +10,6 @@ from typing import Any
 from rlrecipes.config.origins import Origins, origin_of, read_default_files
 from rlrecipes.config.schema import CriticConfig, ModelConfig, ModelShapes, RlConfig, RunConfig, ScheduleConfig
 from rlrecipes.errors import ConfigError, Problem
-from rlrecipes.plan.checks import check_recipe
 from rlrecipes.plan.cluster import to_cluster_node
 from rlrecipes.plan.difference import flatten
 from rlrecipes.plan.facts import find_obstacles, read_shapes
@@ -27,6 +26,8 @@ from rlrecipes.plan.nodes import (
 )
 from rlrecipes.plan.parameters import compute_flops_per_token, compute_num_parameters
 from rlrecipes.plan.placement import Placement, place
+from rlrecipes.plan.rules.rule import Facts
+from rlrecipes.plan.rules.table import check_recipe
 from rlrecipes.plan.serving import build_served_models, build_sync_routes
 
 
@@ -57,10 +58,11 @@ def resolve(
     """
     problems = list(others)
     shapes, is_random = read_shapes(config.model, problems)
-    problems += check_recipe(config, shapes)
     native = judge_native(config)
     problems += native.problems
     placement = place(config, hosts, problems) if hosts else Placement()
+    cluster = cluster or to_cluster_node(config.cluster)
+    problems += check_recipe(Facts(config, shapes, hosts, cluster, placement))
     if earlier or problems or shapes is None:
         wrong = {problem.where for problem in earlier}
         found = [dataclasses.replace(p, origin=origin_of(dict(origins), p.where)) for p in problems]
@@ -75,7 +77,7 @@ def resolve(
         resume=config.resume,
         seed=config.seed,
         is_deterministic=config.deterministic,
-        cluster=cluster or to_cluster_node(config.cluster),
+        cluster=cluster,
         hosts=hosts,
         model=model,
         algo=config.algo,

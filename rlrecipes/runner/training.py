@@ -31,7 +31,7 @@ from rlrecipes.batching.grid import build_grid, unpack_tokens
 from rlrecipes.config.schema import RlConfig
 from rlrecipes.custom import load_custom
 from rlrecipes.errors import TrainerError
-from rlrecipes.plan.checks import POLICY_LOSS
+from rlrecipes.plan.rules.objective import POLICY_LOSS
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.rollout.samples import to_samples
 from rlrecipes.runner.cluster import TrainerGroup

@@ -1,0 +1,77 @@
+"""Tokens: of prompts and responses, against the model, the micro-batch and the engines' caches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rlrecipes.config.schema import ModelShapes, RunConfig
+from rlrecipes.plan.packing import compute_micro_batch_multiple
+from rlrecipes.plan.rules.rule import GROUP, Found, list_groups, shape_rule
+from rlrecipes.plan.rules.sampling import list_sampling
+
+ENGINE_MARGIN_TOKENS = 8
+"""SGLang ends an answer 2 tokens before the context is full, and takes no prompt that leaves fewer than 7 there."""
+
+
+def compute_longest(config: RunConfig) -> int:
+    """Tokens of the longest rollout that a recipe allows, of training and evaluation.
+
+    Args:
+        config: the recipe.
+    """
+    return config.data.max_prompt_tokens + max(sampling.max_new_tokens for _, sampling in list_sampling(config))
+
+
+@shape_rule(
+    "rollout.sampling.max_new_tokens",
+    "rollout.evaluation.sampling.max_new_tokens",
+    fix="lower it, or data.max_prompt_tokens",
+)
+def rollouts_fit_the_model(config: RunConfig, shapes: ModelShapes) -> Iterator[Found]:
+    """A model has no positions beyond its longest sequence."""
+    prompt, room = config.data.max_prompt_tokens, shapes.max_position_embeddings
+    for where, sampling in list_sampling(config):
+        if prompt + sampling.max_new_tokens > room:
+            problem = f"{prompt} prompt + {sampling.max_new_tokens} new tokens exceed the model's {room}"
+            yield Found(f"{where}.max_new_tokens", problem)
+
+
+@shape_rule("rollout.sampling.max_new_tokens", fix="lower it, or data.max_prompt_tokens")
+def engines_finish_every_rollout(config: RunConfig, shapes: ModelShapes) -> Iterator[Found]:
+    """SGLang ends an answer a few tokens before the context is full, and does not say so."""
+    longest, room = compute_longest(config), shapes.max_position_embeddings
+    if longest + ENGINE_MARGIN_TOKENS > room >= longest:
+        problem = f"{longest} tokens with the prompt; engines cut an answer at {room - ENGINE_MARGIN_TOKENS}, silently"
+        yield Found("rollout.sampling.max_new_tokens", problem)
+
+
+@shape_rule("parallel.max_tokens_per_micro_batch", fix="raise it")
+def micro_batch_holds_the_longest_sample(config: RunConfig, shapes: ModelShapes) -> Iterator[Found]:
+    """A sample is never split over micro-batches, nor cut."""
+    parallel, longest = config.parallel, compute_longest(config)
+    cp = parallel.context_parallel_size
+    multiple = compute_micro_batch_multiple(parallel.tensor_model_parallel_size, cp, parallel.sequence_parallel)
+    needed = math.ceil(longest / multiple) * multiple // cp  # the multiple is one of CP
+    if parallel.max_tokens_per_micro_batch < needed:
+        problem = f"is {parallel.max_tokens_per_micro_batch}; the longest sample has {longest} tokens"
+        yield Found("parallel.max_tokens_per_micro_batch", problem, f"use at least {needed}")
+
+
+@shape_rule(f"{GROUP}.sglang.max_total_tokens", fix="raise it")
+def cache_holds_the_longest_rollout(config: RunConfig, shapes: ModelShapes) -> Iterator[Found]:
+    """An engine cannot answer what its KV cache cannot hold."""
+    needed = compute_longest(config) + ENGINE_MARGIN_TOKENS
+    for where, _, group in list_groups(config):
+        held = group.sglang.get("max_total_tokens")
+        if isinstance(held, int) and held < needed:
+            problem = f"is {held}; one longest rollout has {needed - ENGINE_MARGIN_TOKENS} tokens"
+            yield Found(f"{where}.sglang.max_total_tokens", problem, f"use at least {needed}")
+
+
+RULES = (
+    rollouts_fit_the_model,
+    engines_finish_every_rollout,
+    micro_batch_holds_the_longest_sample,
+    cache_holds_the_longest_rollout,
+)

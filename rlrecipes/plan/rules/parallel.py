@@ -1,0 +1,91 @@
+"""How the trainer is split, apart from what the model's shapes say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rlrecipes.config.schema import RunConfig
+from rlrecipes.plan.rules.rule import Found, rule
+from rlrecipes.suggest import did_you_mean
+
+_UNBUILT: dict[str, tuple[Any, ...]] = {
+    "expert_model_parallel_size": (1,),
+    "expert_tensor_parallel_size": (None, 1),
+}
+_DENSE_RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+
+
+@rule(*(f"parallel.{name}" for name in _UNBUILT), fix="use the value that leaves it out")
+def layout_is_built(config: RunConfig) -> Iterator[Found]:
+    """The schema has Megatron's whole layout; what the trainer cannot do yet is refused, not passed over."""
+    for name, neutral in _UNBUILT.items():
+        if getattr(config.parallel, name) not in neutral:
+            yield Found(f"parallel.{name}", "is not offered by the trainer yet", f"use {neutral[0]}")
+
+
+@rule("parallel.sequence_parallel", fix="raise TP or set it false")
+def sequence_parallel_has_tp(config: RunConfig) -> Iterator[Found]:
+    """SP splits activations over the TP ranks."""
+    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
+        yield Found("parallel.sequence_parallel", "splits over TP, which is 1")
+
+
+@rule("parallel.virtual_pipeline_model_parallel_size", fix="raise PP or use null")
+def model_chunks_have_a_pipeline(config: RunConfig) -> Iterator[Found]:
+    """Model chunks take turns between stages."""
+    chunks = config.parallel.virtual_pipeline_model_parallel_size
+    if chunks is not None and chunks > 1 and config.parallel.pipeline_model_parallel_size == 1:
+        problem = "model chunks take turns in a pipeline; pipeline_model_parallel_size is 1"
+        yield Found("parallel.virtual_pipeline_model_parallel_size", problem)
+
+
+@rule("parallel.optimizer_cpu_offload", fix="use false, or topology.device=cuda")
+def offload_has_somewhere_to_go(config: RunConfig) -> Iterator[Found]:
+    """Offloading moves the optimizer from a GPU to the host."""
+    if config.parallel.optimizer_cpu_offload and config.topology.device == "cpu":
+        problem = "the trainer runs on CPU: there is nowhere to offload from"
+        yield Found("parallel.optimizer_cpu_offload", problem)
+
+
+@rule(
+    "parallel.recompute_method",
+    "parallel.recompute_num_layers",
+    "parallel.recompute_modules",
+    fix="give full its method and number of layers, selective its modules, and neither the other's",
+)
+def recomputing_is_said_once(config: RunConfig) -> Iterator[Found]:
+    """Whole layers are chosen by method and number, parts of a layer by name; options of the other would do nothing."""
+    granularity = config.parallel.recompute_granularity
+    belonging = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
+    for name, owner in belonging.items():
+        value = getattr(config.parallel, name)
+        if value and granularity != owner:
+            fix = f"use recompute_granularity={owner}, or {'[]' if name == 'recompute_modules' else 'null'}"
+            yield Found(f"parallel.{name}", f"belongs to recompute_granularity={owner}", fix)
+        if value is None and granularity == owner:
+            fix = "use uniform or block" if name == "recompute_method" else "use 1, or more layers at a time"
+            yield Found(f"parallel.{name}", "is null: full recomputing needs it", fix)
+
+
+@rule("parallel.recompute_modules", fix="name modules that the model has and the device can recompute")
+def recomputed_modules_exist(config: RunConfig) -> Iterator[Found]:
+    """What a model lacks would be recomputed silently never; layernorm is Transformer Engine's, which needs CUDA."""
+    for module in config.parallel.recompute_modules:
+        if module not in _DENSE_RECOMPUTE_MODULES:
+            fix = did_you_mean(module, _DENSE_RECOMPUTE_MODULES)
+            yield Found("parallel.recompute_modules", f"these models have no {module!r} to recompute", fix)
+        elif module == "layernorm" and config.topology.device == "cpu":
+            yield Found(
+                "parallel.recompute_modules", "layernorm needs Transformer Engine, which needs CUDA", "remove it"
+            )
+
+
+RULES = (
+    layout_is_built,
+    sequence_parallel_has_tp,
+    model_chunks_have_a_pipeline,
+    offload_has_somewhere_to_go,
+    recomputing_is_said_once,
+    recomputed_modules_exist,
+)

@@ -1,0 +1,40 @@
+"""Lengths of a run, and what must be ready within them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlrecipes.config.schema import RunConfig
+from rlrecipes.plan.rules.rule import GROUP, Found, list_groups, rule
+
+
+@rule("optim.min_lr", fix="lower it")
+def learning_rate_decays(config: RunConfig) -> Iterator[Found]:
+    """A decay ends below its peak."""
+    if config.optim.min_lr > config.optim.lr:
+        yield Found("optim.min_lr", f"is {config.optim.min_lr}, above lr={config.optim.lr}")
+
+
+@rule("optim.num_warmup_train_steps", fix="lower it")
+def warmup_ends_within_the_run(config: RunConfig) -> Iterator[Found]:
+    """A warm-up that is longer than the run never reaches the learning rate."""
+    total = config.schedule.num_steps * config.schedule.num_train_steps
+    if config.optim.num_warmup_train_steps > total:
+        problem = f"is {config.optim.num_warmup_train_steps}; the run has {total} train steps"
+        yield Found("optim.num_warmup_train_steps", problem)
+
+
+@rule("deterministic", f"{GROUP}.engine", fix="use topology.device=cpu and engine=embedded, or deterministic=false")
+def reruns_can_be_equal(config: RunConfig) -> Iterator[Found]:
+    """Bit for bit equal are the CPU trainer and the embedded engine; the real SGLang's numbers depend on its batch."""
+    if not config.deterministic:
+        return
+    if config.topology.device != "cpu":
+        yield Found("deterministic", "bit-for-bit reruns are offered on CPU only", "use topology.device=cpu")
+    for where, _, group in list_groups(config):
+        if group.engine != "embedded":
+            problem = "results of the real SGLang on CPU depend on its batch"
+            yield Found(f"{where}.engine", problem, "use engine=embedded")
+
+
+RULES = (learning_rate_decays, warmup_ends_within_the_run, reruns_can_be_equal)

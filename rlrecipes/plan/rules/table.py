@@ -1,0 +1,45 @@
+"""All rules, in one table. Every one is run, and all they find is told together."""
+
+from __future__ import annotations
+
+from rlrecipes.errors import Problem
+from rlrecipes.plan.rules import (
+    batch,
+    credit,
+    data,
+    engines,
+    lengths,
+    objective,
+    parallel,
+    sampling,
+    schedule,
+    shapes,
+    topology,
+    weight_sync,
+)
+from rlrecipes.plan.rules.rule import Facts, Rule
+
+_SUBJECTS = (
+    batch,
+    objective,
+    credit,
+    sampling,
+    data,
+    lengths,
+    topology,
+    engines,
+    weight_sync,
+    parallel,
+    shapes,
+    schedule,
+)
+RULES: tuple[Rule, ...] = tuple(rule for subject in _SUBJECTS for rule in subject.RULES)
+
+
+def check_recipe(facts: Facts) -> list[Problem]:
+    """Every problem across the fields of a recipe.
+
+    Args:
+        facts: of the recipe.
+    """
+    return [problem for rule in RULES for problem in rule.judge(facts)]
