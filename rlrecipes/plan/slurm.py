@@ -17,7 +17,7 @@ from rlrecipes.suggest import did_you_mean
 _COMMAND = ("sinfo", "--noheader", "--Node", "--format=%N|%c|%m|%G|%T|%P")
 _TIMEOUT_S = 30.0
 _USABLE = ("idle", "mixed", "allocated", "completing", "planned", "reserved")
-_DEAD = "*$"  # marks behind a state: does not answer, under maintenance
+_ALIVE = "~#%!@^-+"  # marks behind a state; of those left out, * does not answer, $ is under maintenance
 _GRES = re.compile(r"(?:^|,)gpu(?::(?P<name>[^:,()]+))?:(?P<count>\d+)")
 
 
@@ -68,7 +68,7 @@ def parse_nodes(text: str, partition: str | None) -> list[FoundHost]:
     if not wanted:
         problem = "is null, and SLURM has no default one" if partition is None else f"SLURM has no {partition!r}"
         raise ConfigError("cluster.partition", problem, did_you_mean(partition or "", {x.partition for x in lines}))
-    found = [line.host for line in wanted if line.state[-1] not in _DEAD and line.state.rstrip("~#%!@^-+") in _USABLE]
+    found = [line.host for line in wanted if line.state.rstrip(_ALIVE) in _USABLE]
     if not found:
         states = ", ".join(f"{count} {state}" for state, count in Counter(line.state for line in wanted).items())
         problem = f"no node of {wanted[0].partition!r} is usable: {states}"
