@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 Origins = dict[str, str]
 """Dotted path -> ``conf/algo/grpo.yaml:3`` or ``override``."""
 Choices = dict[str, str]
@@ -65,6 +67,7 @@ def origin_of(origins: Origins, path: str) -> str:
     return ""
 
 
+@cache
 def read_default_files() -> frozenset[str]:
     """Files that set a value when a recipe chooses nothing: conf/config.yaml, the options it names, and theirs."""
     found: set[str] = set()
@@ -80,7 +83,7 @@ def read_default_files() -> frozenset[str]:
 
 def _read_chosen_files(file: Path, group: str) -> Iterator[str]:
     """Files below conf/ that the defaults list of a file names."""
-    for entry in (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("defaults", ()):
+    for entry in (yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}).get("defaults", ()):
         if isinstance(entry, str):
             yield f"{group}/{entry}.yaml"
             continue
@@ -110,7 +113,7 @@ def show_file(file: Path) -> str:
 
 
 def _keys(file: Path) -> Iterator[tuple[str, int]]:
-    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=_Loader)
     yield from _walk(root, "")
 
 
