@@ -55,6 +55,7 @@ JUNK = (
     | st.lists(st.integers(-1, 3), max_size=2)
     | st.dictionaries(st.sampled_from(["a", "kind", "name"]), st.integers(-1, 3), max_size=2)
 )
+WAYS = ["typed"] * 10 + ["cross"] * 6 + ["scale"] * 4 + ["junk", "delete", "misspell", "unknown"]
 COMPOSED = {}
 
 
@@ -82,6 +83,17 @@ def misspell(draw, key):
     )
 
 
+def like(value):
+    """Another value of the same type, near the edges of its range."""
+    if isinstance(value, bool):
+        return st.just(not value)
+    if isinstance(value, int):
+        return st.sampled_from([0, 1, 2, 3, 4, 7, 8, 16, 31, 64, 4096])
+    if isinstance(value, float):
+        return st.sampled_from([0.0, 1e-6, 0.2, 0.5, 1.0, 1.5, 10.0])
+    return JUNK if value is None else st.just(value)
+
+
 @st.composite
 def broken(draw, name):
     """A recipe with one to four things done to it, and the unknown keys among them."""
@@ -91,9 +103,15 @@ def broken(draw, name):
         sections = [(path, section) for path, section in sections_of(data) if section]
         path, section = draw(st.sampled_from(sections))
         key = draw(st.sampled_from(sorted(section)))
-        what = draw(st.sampled_from(["junk", "junk", "scale", "delete", "misspell", "unknown"]))
+        what = draw(st.sampled_from(WAYS))
         if what == "junk":
             section[key] = draw(JUNK)
+        elif what == "typed":
+            section[key] = draw(like(section[key]))
+        elif what == "cross":
+            other, _ = base_of(draw(st.sampled_from(sorted(BASES))))
+            group = draw(st.sampled_from(["algo", "topology", "parallel", "schedule", "rollout", "data", "model"]))
+            data[group] = other[group]
         elif what == "scale" and isinstance(section[key], (int, float)) and not isinstance(section[key], bool):
             section[key] = type(section[key])(section[key] * draw(st.sampled_from([0, 0.5, 2, 3, 16])))
         elif what == "delete":
