@@ -283,7 +283,7 @@ def compute_rank_parameters(shapes: ModelShapes, parallel: ParallelConfig) -> tu
     if shapes.untie_embeddings_and_output_weights or len(stages) > 1:
         stages[-1] += embedding
     stages[-1] += Counts(whole=shapes.hidden_size) + _count_prediction_layers(shapes)
-    if shapes.mtp_num_layers and shapes.untie_embeddings_and_output_weights and len(stages) > 1:
+    if shapes.mtp_num_layers and len(stages) > 1:
         stages[-1] += embedding
     experts_over = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or tp)
     return tuple(RankCounts(stage.split // tp + stage.whole, stage.experts // experts_over) for stage in stages)
