@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import inspect
 import math
+import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -92,12 +93,34 @@ class VerifierReward:
         return replace(rollout, status=RolloutStatus.FAILED, reward=0.0, reason=reason)
 
 
-class _Calls:
-    """A plain function over rollouts: in one thread while it is quick, in one more for every moment it is not.
+class _Threads:
+    """As many threads as are ever busy at once, kept for the next group: to start one holds the event loop up.
 
-    The threads are daemons, not ``asyncio.to_thread``: a verifier that never returns would keep one of the pool's few
+    They are daemons, not ``asyncio.to_thread``: a verifier that never returns would keep one of the pool's few
     threads, and the interpreter would wait for it at exit.
     """
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Have an idle thread, or a new one, do it at once; ``work`` raises nothing."""
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._loop, name="verifier", daemon=True).start()
+        self._work.put(work)
+
+    def _loop(self) -> None:
+        while True:
+            self._work.get()()
+            self._idle.release()
+
+
+_THREADS = _Threads()
+
+
+class _Calls:
+    """A plain function over rollouts: in one thread while it is quick, in one more for every moment it is not."""
 
     def __init__(self, verify: Verifier, rollouts: Sequence[Rollout], timeout_s: float) -> None:
         self._verify = verify
@@ -113,7 +136,7 @@ class _Calls:
         """What each call gave or raised, in order; _OverdueError for one that took too long."""
         while len(self._outcomes) < len(self._rollouts):
             if self._waiting:
-                threading.Thread(target=self._work, name="verifier", daemon=True).start()
+                _THREADS.run(self._work)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_done.wait(), _PATIENCE_S)
             overdue_s = time.monotonic() - self._timeout_s

@@ -139,22 +139,24 @@ def _check_ranges(parameters: SamplingParameters, vocab_size: int) -> None:
     checks = (
         (
             math.isfinite(p.temperature) and p.temperature >= 0.0,
-            f"temperature must be a non-negative finite number, got {p.temperature}.",
+            "temperature must be a non-negative finite number",
+            p.temperature,
         ),
-        (0.0 < p.top_p <= 1.0, f"top_p must be in (0, 1], got {p.top_p}."),
-        (0.0 <= p.min_p <= 1.0, f"min_p must be in [0, 1], got {p.min_p}."),
-        (top_k >= 1, f"top_k must be -1 (disable) or at least 1, got {top_k}."),
-        (-2.0 <= p.frequency_penalty <= 2.0, f"frequency_penalty must be in [-2, 2], got {p.frequency_penalty}."),
-        (-2.0 <= p.presence_penalty <= 2.0, f"presence_penalty must be in [-2, 2], got {p.presence_penalty}."),
+        (0.0 < p.top_p <= 1.0, "top_p must be in (0, 1]", p.top_p),
+        (0.0 <= p.min_p <= 1.0, "min_p must be in [0, 1]", p.min_p),
+        (top_k >= 1, "top_k must be -1 (disable) or at least 1", top_k),
+        (-2.0 <= p.frequency_penalty <= 2.0, "frequency_penalty must be in [-2, 2]", p.frequency_penalty),
+        (-2.0 <= p.presence_penalty <= 2.0, "presence_penalty must be in [-2, 2]", p.presence_penalty),
         (
             0.0 < p.repetition_penalty <= 2.0,
-            f"repetition_penalty must be in (0, 2] (1.0 = no penalty), got {p.repetition_penalty}.",
+            "repetition_penalty must be in (0, 2] (1.0 = no penalty)",
+            p.repetition_penalty,
         ),
-        (p.min_new_tokens >= 0, f"min_new_tokens must be in [0, max_new_tokens], got {p.min_new_tokens}."),
+        (p.min_new_tokens >= 0, "min_new_tokens must be in [0, max_new_tokens]", p.min_new_tokens),
     )
-    for is_right, message in checks:
+    for is_right, message, value in checks:
         if not is_right:
-            raise ValueError(message)
+            raise ValueError(f"{message}, got {value}.")
     if p.max_new_tokens is not None:
         if p.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be at least 0, got {p.max_new_tokens}.")
@@ -167,22 +169,21 @@ def _check_ranges(parameters: SamplingParameters, vocab_size: int) -> None:
             raise ValueError(f"logit_bias must has keys in [0, {vocab_size - 1}], got {token}.")
 
 
-_GOLDEN, _MIX1, _MIX2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = 0xFFFFFFFFFFFFFFFF
 
 
-def compute_hash(values: np.ndarray) -> np.ndarray:
-    """Scramble uint64 values: the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
-    values = values + _GOLDEN
-    values = (values ^ (values >> np.uint64(30))) * _MIX1
-    values = (values ^ (values >> np.uint64(27))) * _MIX2
-    mixed: np.ndarray = values ^ (values >> np.uint64(31))
-    return mixed
+def compute_hash[T: (int, np.ndarray)](values: T) -> T:
+    """Scramble uint64 values, one or an array: the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    values = (values + _GOLDEN) & _MASK
+    values = ((values ^ (values >> 30)) * _MIX1) & _MASK
+    values = ((values ^ (values >> 27)) * _MIX2) & _MASK
+    return values ^ (values >> 31)
 
 
 def to_stream_seed(seed: int, sibling: int) -> int:
     """Give the seed of one of the ``n`` answers of a request; uint64."""
-    seeds = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
-    return int(compute_hash(compute_hash(seeds) + np.uint64(sibling))[0])
+    return compute_hash((compute_hash(seed & _MASK) + sibling) & _MASK)
 
 
 def compute_uniforms(stream_seeds: np.ndarray, positions: np.ndarray) -> torch.Tensor:
@@ -195,7 +196,7 @@ def compute_uniforms(stream_seeds: np.ndarray, positions: np.ndarray) -> torch.T
     Returns:
         [N] float64 in steps of 2^-40.
     """
-    bits = compute_hash(stream_seeds ^ compute_hash(positions.astype(np.uint64))) >> np.uint64(24)
+    bits = compute_hash(stream_seeds ^ compute_hash(positions.astype(np.uint64))) >> 24
     return torch.from_numpy(bits.astype(np.float64) * 2.0**-40)
 
 

@@ -119,3 +119,21 @@ def test_unanswered_rollouts_are_not_judged(status):
 def test_truncated_rollouts_are_judged():
     (rollout,) = score(by_length, make_group("aa", status=RolloutStatus.TRUNCATED))
     assert (rollout.reward, rollout.status) == (2.0, RolloutStatus.TRUNCATED)
+
+
+def test_threads_are_kept_for_the_next_group_and_one_that_is_held_is_replaced():
+    threads, leave = set(), threading.Event()
+
+    def verify(rollout):
+        threads.add(threading.current_thread())
+        return leave.wait() if rollout.text == "stuck" else 1.0
+
+    for _ in range(50):
+        score(verify, make_group("a", "b"))
+    assert len(threads) < 50
+    held = len(threads) + 1
+    for _ in range(held):  # as many as there are, and one more
+        score(verify, make_group("stuck"), timeout_s=0.01)
+    (rollout,) = score(verify, make_group("a"))
+    leave.set()
+    assert rollout.reward == 1.0
