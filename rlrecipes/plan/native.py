@@ -85,6 +85,7 @@ MEGATRON_OWNED: Owned = {
             "optimizer",
             "use_distributed_optimizer",
             "use_layer_wise_distributed_optimizer",
+            "use_precision_aware_optimizer",
             "num_distributed_optimizer_instances",
             "average_in_collective",
             "use_megatron_fsdp",
@@ -228,8 +229,6 @@ def _judge(section: _Section, inventory: Inventory) -> Iterator[Problem]:
         )
         if found is not None:
             yield Problem(where, *found)
-        elif name == "port" and value is not None and not 0 < value < 65536:
-            yield Problem(where, f"is {value}", "use a free port below 65536, or none to have one found")
 
 
 def _unsayable(name: str, value: Any, options: Mapping[str, Option]) -> tuple[str, str] | None:

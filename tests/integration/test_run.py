@@ -39,7 +39,9 @@ def test_rerunning_a_finished_run_does_nothing(trained):
     assert trained.metrics("run") == before
 
 
-@pytest.mark.parametrize(("layout", "sync"), [("tp2", "disk"), ("pp2", "distributed"), ("dp2", "tensor"), ("cp2", "tensor")])
+@pytest.mark.parametrize(
+    ("layout", "sync"), [("tp2", "disk"), ("pp2", "distributed"), ("dp2", "tensor"), ("cp2", "tensor")]
+)
 def test_a_run_goes_on_at_another_layout_by_another_transport(trained, continued, layout, sync):
     shutil.rmtree(continued.cwd / "runs" / "run" / "checkpoints" / f"step_{NUM_STEPS:08d}")
     engines = "topology.served_models.policy.server_groups.main.num_engines=2"

@@ -111,6 +111,8 @@ def _optimizer_fields(trainer: TrainerNode, optim: OptimConfig, dtype: torch.dty
         "bf16": dtype is torch.bfloat16,
         "params_dtype": dtype,
         "optimizer_cpu_offload": trainer.optimizer_cpu_offload,
+        # Without it float32 weights would stay on the GPU as well.
+        "use_precision_aware_optimizer": trainer.optimizer_cpu_offload,
     }
 
 
@@ -180,6 +182,9 @@ def build_optimizer_config(trainer: TrainerNode, optim: OptimConfig, dtype: torc
     Raises:
         ConfigError: Megatron refuses the combination.
     """
+    if trainer.optimizer_cpu_offload and not has_transformer_engine(trainer):  # the norm would be one of bfloat16
+        problem, fix = "needs Transformer Engine, which is not installed", "install it, or set it false"
+        raise ConfigError("parallel.optimizer_cpu_offload", problem, fix)
     taken = _optimizer_fields(trainer, optim, dtype)
     return _build(OptimizerConfig, trainer, taken, _optimizer_default_fields(trainer))
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -72,9 +73,47 @@ def build_optimizer(
     optimizer.get_grad_norm = functools.partial(compute_finite_norm, optimizer.get_grad_norm, where, section)
     if not HAVE_APEX_OR_TE:
         _patch_step_restore()
-        for inner in optimizer.chained_optimizers:
+    for inner in optimizer.chained_optimizers:
+        if isinstance(inner.optimizer, HybridDeviceOptimizer):
+            _prepare_offloaded(inner.optimizer)
+        elif not HAVE_APEX_OR_TE:
             _prepare_adamw(inner)
     return optimizer
+
+
+def run_reload_weights(optimizer: ChainedOptimizer) -> None:
+    """Take the model's weights as they are now for those the optimizer steps from.
+
+    Args:
+        optimizer: from :func:`build_optimizer`, before its first step.
+    """
+    optimizer.reload_model_params()
+    for inner in optimizer.chained_optimizers:
+        if isinstance(inner.optimizer, HybridDeviceOptimizer):
+            _prepare_offloaded(inner.optimizer)
+
+
+def _prepare_offloaded(optimizer: Any) -> None:
+    """Copy the weights to the host anew, and create the state there, zero.
+
+    Only a step creates it: one without gradient and learning rate, which is then not counted. Megatron's own way to it
+    takes a step with random gradients.
+    """
+    optimizer._init_sub_optimizers()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.decoupled_grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.cuda.synchronize()
+    for part in optimizer.sub_optimizers:
+        for counted in (*part.param_groups, *part.state.values()):  # Adam of Transformer Engine counts in its groups
+            if "step" in counted:
+                counted["step"] *= 0
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    optimizer.zero_grad()
 
 
 def _build_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:

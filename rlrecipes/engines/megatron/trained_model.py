@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from rlrecipes.config.schema import OptimConfig
 from rlrecipes.engines.megatron.configuration import build_ddp_config, build_optimizer_config
 from rlrecipes.engines.megatron.forward import Inputs, LossSums, Output, build_inputs
-from rlrecipes.engines.megatron.optimizer import build_optimizer, build_scheduler
+from rlrecipes.engines.megatron.optimizer import build_optimizer, build_scheduler, run_reload_weights
 from rlrecipes.engines.megatron.reduction import reduce_metrics
 from rlrecipes.engines.megatron.weights import HfReader, WeightMap
 from rlrecipes.errors import TrainerError
@@ -97,7 +97,7 @@ class TrainedModel:
         """
         with HfReader(path) as reader:
             self.weights.run_load(reader.read)
-        self.optimizer.reload_model_params()
+        run_reload_weights(self.optimizer)
 
     def run_forward(self, step: Step, micro_batches: Sequence[MicroBatch]) -> list[Any]:
         """What a step of :func:`build_reading_step` reads, a micro-batch each, on the last stage; elsewhere nothing."""

@@ -42,10 +42,15 @@ def model_chunks_have_a_pipeline(config: RunConfig) -> Iterator[Found]:
 
 @rule("parallel.optimizer_cpu_offload", fix="use false, or topology.device=cuda")
 def offload_has_somewhere_to_go(config: RunConfig) -> Iterator[Found]:
-    """Offloading moves the optimizer from a GPU to the host."""
-    if config.parallel.optimizer_cpu_offload and config.topology.device == "cpu":
+    """Offloading moves the optimizer and float32 weights from a GPU to the host."""
+    if not config.parallel.optimizer_cpu_offload:
+        return
+    if config.topology.device == "cpu":
         problem = "the trainer runs on CPU: there is nowhere to offload from"
         yield Found("parallel.optimizer_cpu_offload", problem)
+    elif config.model.dtype == "float32":
+        problem = "the host would keep float32 weights of a bfloat16 model; this one is float32"
+        yield Found("parallel.optimizer_cpu_offload", problem, "use false, or model.dtype=bfloat16")
 
 
 @rule(

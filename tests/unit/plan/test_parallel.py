@@ -53,6 +53,11 @@ def test_a_layout_that_cannot_be_is_refused(overrides, where, fix):
     assert fix in found[where].fix
 
 
+def test_offloading_is_of_a_bfloat16_model():
+    found = problems_of("parallel.optimizer_cpu_offload=true", "topology.device=cuda", "model.dtype=float32")
+    assert "model.dtype=bfloat16" in found["parallel.optimizer_cpu_offload"].fix
+
+
 def test_context_parallelism_lets_longer_samples_in():
     assert "parallel.max_tokens_per_micro_batch" in problems_of("parallel.max_tokens_per_micro_batch=16")
     plan = plan_of("parallel=cp2", "parallel.max_tokens_per_micro_batch=16")
