@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from rlrecipes.config.schema import ModelShapes, RunConfig
 from rlrecipes.plan.packing import compute_micro_batch_multiple
-from rlrecipes.plan.rules.rule import GROUP, Found, list_groups, shape_rule
+from rlrecipes.plan.rules.engines import list_trained
+from rlrecipes.plan.rules.rule import GROUP, Found, list_groups, rule, shape_rule
 from rlrecipes.plan.rules.sampling import list_sampling
 
 ENGINE_MARGIN_TOKENS = 8
 """SGLang ends an answer 2 tokens before the context is full, and takes no prompt that leaves fewer than 7 there."""
+
+
+_SUFFIXES = {"k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
+
+
+def to_tokens(value: object) -> int | None:
+    """A number of tokens as SGLang reads it; ``32k`` is 32000, ``32Ki`` is 32768. None for what it is told elsewhere.
+
+    Args:
+        value: of the option.
+    """
+    if type(value) is int:
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(Ki|Mi|k|M)?", value.strip()) if isinstance(value, str) else None
+    return int(float(match[1]) * _SUFFIXES.get(match[2], 1)) if match else None
 
 
 def compute_longest(config: RunConfig) -> int:
@@ -46,8 +63,8 @@ def engines_finish_every_rollout(config: RunConfig, shapes: ModelShapes) -> Iter
         yield Found("rollout.sampling.max_new_tokens", problem)
 
 
-@shape_rule("parallel.max_tokens_per_micro_batch", fix="raise it")
-def micro_batch_holds_the_longest_sample(config: RunConfig, shapes: ModelShapes) -> Iterator[Found]:
+@rule("parallel.max_tokens_per_micro_batch", fix="raise it")
+def micro_batch_holds_the_longest_sample(config: RunConfig) -> Iterator[Found]:
     """A sample is never split over micro-batches, nor cut."""
     parallel, longest = config.parallel, compute_longest(config)
     cp = parallel.context_parallel_size
@@ -58,20 +75,32 @@ def micro_batch_holds_the_longest_sample(config: RunConfig, shapes: ModelShapes)
         yield Found("parallel.max_tokens_per_micro_batch", problem, f"use at least {needed}")
 
 
-@shape_rule(f"{GROUP}.sglang.max_total_tokens", fix="raise it")
-def cache_holds_the_longest_rollout(config: RunConfig, shapes: ModelShapes) -> Iterator[Found]:
-    """An engine cannot answer what its KV cache cannot hold."""
+@rule(f"{GROUP}.sglang.max_total_tokens", f"{GROUP}.sglang.context_length", fix="raise it, or leave it out")
+def engines_hold_the_longest_rollout(config: RunConfig) -> Iterator[Found]:
+    """An engine cannot finish what its KV cache or its context cannot hold."""
     needed = compute_longest(config) + ENGINE_MARGIN_TOKENS
     for where, _, group in list_groups(config):
-        held = group.sglang.get("max_total_tokens")
-        if isinstance(held, int) and held < needed:
-            problem = f"is {held}; one longest rollout has {needed - ENGINE_MARGIN_TOKENS} tokens"
-            yield Found(f"{where}.sglang.max_total_tokens", problem, f"use at least {needed}")
+        for name in ("max_total_tokens", "context_length"):
+            held = to_tokens(group.sglang.get(name))
+            if held is not None and held < needed:
+                problem = f"is {held}; one longest rollout has {needed - ENGINE_MARGIN_TOKENS} tokens"
+                yield Found(f"{where}.sglang.{name}", problem, f"use at least {needed}")
+
+
+@shape_rule(f"{GROUP}.sglang.context_length", fix="lower it, or leave it out")
+def engine_context_is_the_models(config: RunConfig, shapes: ModelShapes) -> Iterator[Found]:
+    """SGLang refuses a context that is longer than the model's."""
+    for where, group in list_trained(config):
+        held = to_tokens(group.sglang.get("context_length"))
+        if held is not None and held > shapes.max_position_embeddings:
+            problem = f"is {held}; the model has {shapes.max_position_embeddings} positions"
+            yield Found(f"{where}.sglang.context_length", problem)
 
 
 RULES = (
     rollouts_fit_the_model,
     engines_finish_every_rollout,
     micro_batch_holds_the_longest_sample,
-    cache_holds_the_longest_rollout,
+    engines_hold_the_longest_rollout,
+    engine_context_is_the_models,
 )

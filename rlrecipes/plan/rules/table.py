@@ -8,13 +8,16 @@ from rlrecipes.plan.rules import (
     credit,
     data,
     engines,
+    host,
     lengths,
     objective,
     parallel,
+    precision,
     sampling,
     schedule,
     scoring,
     shapes,
+    speculative,
     topology,
     weight_sync,
 )
@@ -30,10 +33,13 @@ _SUBJECTS = (
     topology,
     engines,
     scoring,
+    speculative,
     weight_sync,
     parallel,
     shapes,
+    precision,
     schedule,
+    host,
 )
 RULES: tuple[Rule, ...] = tuple(rule for subject in _SUBJECTS for rule in subject.RULES)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from rlrecipes.config.schema import RunConfig
-from rlrecipes.plan.rules.rule import Found, list_models, rule
+from rlrecipes.plan.rules.rule import Facts, Found, fact_rule, list_groups, list_models, rule
+
+_LOOPBACK = re.compile(r"https?://(localhost|127\.[\d.]+):")
 
 
 @rule("weight_sync.transport", fix="use weight_sync=tensor, or placement=disaggregated")
@@ -20,4 +23,36 @@ def nccl_joins_gpus_that_nobody_shares(config: RunConfig) -> Iterator[Found]:
             yield Found("weight_sync.transport", "NCCL cannot join two processes that share a GPU", fix)
 
 
-RULES = (nccl_joins_gpus_that_nobody_shares,)
+@rule("weight_sync.transport", fix="use weight_sync=disk, with run_dir on a disk that both hosts see")
+def engines_of_others_are_reached(config: RunConfig) -> Iterator[Found]:
+    """Shared memory ends at the host, and a process group meets at an address of the trainer's host alone."""
+    if config.weight_sync.transport == "disk":
+        return
+    for where, model, group in list_groups(config):
+        far = [url for url in group.urls if not _LOOPBACK.match(url)]
+        if model.is_updated and far:
+            problem = f"is {config.weight_sync.transport}, which does not leave this host; {far[0]} of {where} may"
+            yield Found("weight_sync.transport", problem)
+
+
+@fact_rule("weight_sync.transport", fix="use weight_sync=distributed or disk, or place them on the trainer's nodes")
+def shared_memory_reaches_every_engine(facts: Facts) -> Iterator[Found]:
+    """Transport tensor is memory of one host: an engine takes it only where a trainer rank is."""
+    if facts.config.weight_sync.transport != "tensor":
+        return
+    models, trainer = facts.config.topology.served_models, {device.node for device in facts.placement.trainer}
+    for (model, group, number), devices in facts.placement.engines.items():
+        away = sorted({device.node for device in devices} - trainer)
+        is_engine = models[model].server_groups[group].worker_type != "placeholder"
+        if models[model].is_updated and is_engine and away:
+            host = facts.hosts[away[0]].name
+            problem = f"is tensor; engine {number} of {model}.{group} lies on {host}, where no trainer rank is"
+            yield Found("weight_sync.transport", problem)
+            return
+
+
+RULES = (
+    nccl_joins_gpus_that_nobody_shares,
+    engines_of_others_are_reached,
+    shared_memory_reaches_every_engine,
+)

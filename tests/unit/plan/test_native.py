@@ -82,10 +82,10 @@ def test_options_that_the_real_sglang_refuses():
 
 
 def test_what_sglang_takes_reaches_its_command_line():
-    words = ["context_length=32k", "trust_remote_code=true", "no_dllm_fdfo=true", "lora_target_modules=[q_proj]"]
+    words = ["context_length=0.1k", "trust_remote_code=true", "no_dllm_fdfo=true", "lora_target_modules=[q_proj]"]
     command = plan_of(*REAL, *(f"{SERVER}.{word}" for word in words)).policy.engines[0].command
     assert {"--trust-remote-code", "--no-dllm-fdfo"} <= set(command)
-    assert command[command.index("--context-length") + 1] == "32k"
+    assert command[command.index("--context-length") + 1] == "0.1k"
 
 
 def test_options_that_the_router_refuses():

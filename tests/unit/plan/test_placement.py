@@ -25,7 +25,7 @@ def hosts_of(*gpus):
 
 
 def plan_of(*overrides, hosts):
-    recipe = compose(list(overrides))
+    recipe = compose(["weight_sync=disk", *overrides])  # which reaches engines wherever they lie
     return resolve(recipe.config, hosts, recipe.origins, recipe.problems)
 
 
@@ -78,6 +78,7 @@ def test_a_small_engine_takes_the_hole_a_large_one_left():
 def test_an_engine_larger_than_a_node_takes_whole_nodes_and_says_so():
     plan = plan_of(
         "topology=disaggregated",
+        "model=qwen3_32b",
         f"{GROUPS}.main.gpus_per_engine=16",
         f"{GROUPS}.main.num_engines=1",
         hosts=hosts_of(8, 8, 8),
