@@ -9,6 +9,10 @@ from rlrecipes.config.schema import ModelShapes
 from rlrecipes.plan.parameters import count_layer, is_linear_layer
 
 
+_SCALED_BLOCK = 128
+"""Numbers of an fp8 cache that share a scale, in SGLang 0.5.17."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
     """Of one layer.
@@ -76,6 +80,20 @@ def compute_state_bytes(shapes: ModelShapes) -> int:
     return 4 * num_layers * heads * value * (shapes.linear_key_head_dim or 0)
 
 
+def _latent_bytes(shapes: ModelShapes, value_bytes: int) -> int:
+    """Of one layer; with an indexer, an fp8 cache has fp32 scales and keeps the part with position in bf16."""
+    latent, position = shapes.kv_lora_rank or 0, shapes.qk_pos_emb_head_dim or 0
+    if shapes.dsa_indexer_n_heads is not None and value_bytes == 1:
+        return latent + latent // _SCALED_BLOCK * 4 + 2 * position
+    return (latent + position) * value_bytes
+
+
+def _indexer_bytes(shapes: ModelShapes) -> int:
+    """Keys of one layer's indexer, fp8 with fp32 scales; SGLang keeps them in every layer."""
+    head = shapes.dsa_indexer_head_dim or 0
+    return head + head // _SCALED_BLOCK * 4
+
+
 def compute_kv_bytes_per_token(shapes: ModelShapes, tensor_parallel_size: int, value_bytes: int) -> int:
     """KV cache of one token on one GPU, all layers together.
 
@@ -88,6 +106,6 @@ def compute_kv_bytes_per_token(shapes: ModelShapes, tensor_parallel_size: int, v
     """
     num_layers = sum(not is_linear_layer(shapes, layer) for layer in range(shapes.num_layers))
     if shapes.multi_latent_attention:
-        return num_layers * ((shapes.kv_lora_rank or 0) + (shapes.qk_pos_emb_head_dim or 0)) * value_bytes
+        return num_layers * (_latent_bytes(shapes, value_bytes) + _indexer_bytes(shapes))
     heads = max(1, shapes.num_query_groups // tensor_parallel_size)
     return num_layers * 2 * heads * shapes.kv_channels * value_bytes

@@ -175,7 +175,7 @@ def _engine_groups(config: RunConfig, placement: Placement) -> tuple[EngineGroup
     if any(group.engine == "external" for group in groups.values()):
         return ()
     return tuple(
-        _engine_group(
+        build_engine_group(
             group,
             tuple(placement.engines[POLICY, name, number] for number in range(placement.num_engines[POLICY, name])),
         )
@@ -183,7 +183,13 @@ def _engine_groups(config: RunConfig, placement: Placement) -> tuple[EngineGroup
     )
 
 
-def _engine_group(group: ServerGroupConfig, devices: tuple[tuple[DeviceNode, ...], ...]) -> EngineGroup:
+def build_engine_group(group: ServerGroupConfig, devices: tuple[tuple[DeviceNode, ...], ...]) -> EngineGroup:
+    """A group of the recipe with its devices.
+
+    Args:
+        group: the recipe's.
+        devices: [num_engines][TP x PP].
+    """
     return EngineGroup(
         worker_type=group.worker_type,
         placement=group.placement,

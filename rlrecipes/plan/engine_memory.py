@@ -1,0 +1,125 @@
+"""What an engine holds on one of its GPUs, phase by phase, and how many tokens its KV cache has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rlrecipes.config.schema import ModelShapes
+from rlrecipes.plan.engine_costs import compute_engine_kv_bytes, compute_engine_weight_bytes
+from rlrecipes.plan.memory_constants import MemoryConstants
+from rlrecipes.plan.memory_nodes import EngineRoomNode, Phase
+from rlrecipes.plan.model_costs import compute_state_bytes
+from rlrecipes.plan.step_inputs import EngineGroup, StepInputs
+from rlrecipes.plan.trainer_memory import Parts
+
+_DECODE_TOKENS = 2048
+"""That SGLang reserves activations for at least; an engine that only decodes has no longer chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEngines:
+    """A group of engines, and the model that it serves.
+
+    Attributes:
+        name: <served model>/<group>.
+        shapes: of the model.
+        dtype_bytes: of one weight.
+        is_updated: whether weight syncs reach it.
+        group: the engines.
+    """
+
+    name: str
+    shapes: ModelShapes
+    dtype_bytes: int
+    is_updated: bool
+    group: EngineGroup
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """A GPU of an engine.
+
+    Attributes:
+        parts: phase -> part -> bytes.
+        room: of the engine's KV cache.
+    """
+
+    parts: Mapping[Phase, Parts]
+    room: EngineRoomNode
+
+
+def compute_engine_memory(inputs: StepInputs, served: ServedEngines, constants: MemoryConstants) -> EngineMemory:
+    """What a GPU of a group's engine holds.
+
+    SGLang takes its memory once: ``mem_fraction_static`` of the GPU for weights and KV cache, or a cache of
+    ``max_total_tokens``; graphs and activations come on top. Engines that give their memory back take their KV cache
+    again only after the weights have come.
+
+    Args:
+        inputs: of the step.
+        served: whose engines.
+        constants: of the model.
+    """
+    group = served.group
+    own = replace(inputs, shapes=served.shapes, dtype_bytes=served.dtype_bytes)
+    weights = compute_engine_weight_bytes(own, group)
+    room, cache = _compute_room(own, served, weights, constants)
+    base: Parts = {
+        "context": constants.cuda_context_bytes,
+        "nccl": constants.nccl_group_bytes * (group.num_gpus > 1),
+        "weights": weights,
+        "cuda_graphs": _compute_graph_bytes(group, constants),
+        "activations": _compute_chunk_tokens(group, constants) * constants.engine_activation_token_bytes,
+    }
+    full = base | {"kv_cache": cache}
+    is_released = group.placement == "colocated" and inputs.should_offload_engines
+    away: Parts = {"released": constants.released_engine_bytes} if is_released else full
+    bucket: Parts = {"weight_sync": float(inputs.weight_sync.bucket_bytes)} if served.is_updated else {}
+    returning = base if is_released and served.is_updated else away
+    parts: dict[Phase, Parts] = {
+        "init": away,
+        "rollout": full,
+        "logprobs": away,
+        "train": away,
+        "weight_sync": returning | bucket,
+    }
+    return EngineMemory(parts, room)
+
+
+def _compute_room(
+    inputs: StepInputs, served: ServedEngines, weights: float, constants: MemoryConstants
+) -> tuple[EngineRoomNode, float]:
+    """What the KV cache has room for, and its bytes; the states of gated delta nets lie in it too."""
+    group, native = served.group, served.group.native
+    per_token = compute_engine_kv_bytes(inputs, group) / group.pipeline_parallel_size
+    split = group.tensor_parallel_size // group.attention_data_parallel_size * group.pipeline_parallel_size
+    state = compute_state_bytes(inputs.shapes) / split
+    fraction = native.get("mem_fraction_static") or constants.engine_memory_fraction
+    pool = max(0.0, fraction * inputs.gpu.memory_bytes - weights)
+    limit = native.get("max_total_tokens")
+    if limit is not None:
+        pool = min(pool, limit * per_token + state)
+    longest = inputs.max_prompt_tokens + inputs.max_new_tokens
+    replicas = group.attention_data_parallel_size
+    node = EngineRoomNode.model_construct(
+        name=served.name,
+        kv_bytes_per_token=round(per_token),
+        capacity_tokens=int(pool / per_token) * replicas,
+        max_longest_rollouts=int(pool / (longest * per_token + state)) * replicas,
+    )
+    return node, pool
+
+
+def _compute_graph_bytes(group: EngineGroup, constants: MemoryConstants) -> float:
+    if group.native.get("disable_cuda_graph") or group.worker_type == "prefill":
+        return 0.0
+    requests = group.native.get("cuda_graph_max_bs") or constants.engine_graph_requests
+    return float(requests * constants.engine_graph_bytes_per_request)
+
+
+def _compute_chunk_tokens(group: EngineGroup, constants: MemoryConstants) -> float:
+    if group.worker_type == "decode":
+        return _DECODE_TOKENS
+    chunk = group.native.get("chunked_prefill_size") or constants.engine_prefill_tokens
+    return max(float(chunk), _DECODE_TOKENS)

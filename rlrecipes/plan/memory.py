@@ -1,0 +1,226 @@
+"""Memory of every GPU in every phase: what it holds, what is left, what more would fit, what to change if it does not.
+
+Pure arithmetic over the counts of parameters.py, activations.py and the engines' formulas; constants come from
+calibration.yaml.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlrecipes.config.schema import ModelShapes, RunConfig, ServedModelConfig
+from rlrecipes.errors import Problem
+from rlrecipes.plan.engine_memory import EngineMemory, ServedEngines, compute_engine_memory
+from rlrecipes.plan.families import FAMILIES, UnreadableConfigError, read_text_config, to_shapes
+from rlrecipes.plan.memory_constants import MemoryConstants
+from rlrecipes.plan.memory_nodes import PHASES, GpuRoleNode, MemoryNode, Phase
+from rlrecipes.plan.nodes import POLICY
+from rlrecipes.plan.placement import Placement
+from rlrecipes.plan.step_inputs import StepInputs, build_engine_group
+from rlrecipes.plan.trainer_memory import StageMemory, compute_stage_memory
+
+_GIB = 1 << 30
+_FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "recompute_modules": (),
+}
+
+
+def find_served_engines(config: RunConfig, shapes: ModelShapes, placement: Placement) -> tuple[ServedEngines, ...]:
+    """Every group of engines that the run starts on GPUs, with the shapes of its model.
+
+    A model of another directory whose config.json cannot be understood is passed over.
+
+    Args:
+        config: the recipe.
+        shapes: of the trained model.
+        placement: of its processes.
+    """
+    dtype_bytes = 2 if config.model.dtype == "bfloat16" else 4
+    found = []
+    for name, model in config.topology.served_models.items():
+        served_shapes = shapes if model.path is None else _read_served_shapes(model)
+        for group_name, group in model.server_groups.items():
+            number = placement.num_engines.get((name, group_name), 0)
+            if served_shapes is None or group.engine != "sglang" or group.worker_type == "placeholder" or not number:
+                continue
+            devices = tuple(placement.engines[name, group_name, index] for index in range(number))
+            built = build_engine_group(group, devices)
+            found.append(ServedEngines(f"{name}/{group_name}", served_shapes, dtype_bytes, model.is_updated, built))
+    return tuple(found)
+
+
+def _read_served_shapes(model: ServedModelConfig) -> ModelShapes | None:
+    try:
+        family, text = read_text_config(json.loads((Path(model.path or "") / "config.json").read_text("utf-8")))
+        return to_shapes(text, family) if family in FAMILIES else None
+    except (OSError, ValueError, UnreadableConfigError, AttributeError):
+        return None
+
+
+def compute_memory(
+    inputs: StepInputs, constants: MemoryConstants, served: Sequence[ServedEngines] | None = None
+) -> MemoryNode:
+    """Memory of every kind of GPU.
+
+    Args:
+        inputs: of the step; its engine groups are the policy's.
+        constants: of the model.
+        served: all groups of engines (:func:`find_served_engines`); None: the policy's alone.
+    """
+    if served is None:
+        served = tuple(
+            ServedEngines(f"{POLICY}/{number}", inputs.shapes, inputs.dtype_bytes, True, group)
+            for number, group in enumerate(inputs.engine_groups)
+        )
+    stages = compute_stage_memory(inputs, constants)
+    engines = [(one, compute_engine_memory(inputs, one, constants)) for one in served]
+    usable = int(inputs.gpu.memory_bytes * (1 - constants.headroom_fraction))
+    roles = tuple(_iter_roles(inputs, stages, engines))
+    rooms = tuple(memory.room for _, memory in engines)
+    beside = [memory for one, memory in engines if one.group.placement == "colocated"]
+    largest = _compute_largest_micro_batch(stages, beside, usable)
+    held = [room.capacity_tokens for (one, _), room in zip(engines, rooms, strict=True) if one.is_updated]
+    return MemoryNode.model_construct(
+        gpu_bytes=inputs.gpu.memory_bytes,
+        usable_bytes=usable,
+        roles=roles,
+        engines=rooms,
+        max_tokens_per_micro_batch=largest,
+        max_sample_tokens=min([largest * inputs.parallel.context_parallel_size, *held]),
+    )
+
+
+def _iter_roles(
+    inputs: StepInputs, stages: Sequence[StageMemory], engines: Sequence[tuple[ServedEngines, EngineMemory]]
+) -> Iterator[GpuRoleNode]:
+    num_trainers = len(inputs.trainer_devices)
+    shared = 0
+    for one, memory in engines:
+        num_gpus = one.group.num_gpus * one.group.num_engines
+        if one.group.placement == "colocated" and shared < num_trainers:
+            shared += num_gpus
+            yield _build_role(f"trainer+{one.name}", num_gpus, inputs, stages, memory)
+        else:
+            parts = {phase: _prefix("engine", memory.parts[phase]) for phase in PHASES}
+            yield GpuRoleNode.model_construct(name=one.name, num_gpus=num_gpus, stage=None, parts=parts, host_bytes=0)
+    if shared < num_trainers:
+        yield _build_role("trainer", num_trainers - shared, inputs, stages, None)
+
+
+def _build_role(
+    name: str, num_gpus: int, inputs: StepInputs, stages: Sequence[StageMemory], engine: EngineMemory | None
+) -> GpuRoleNode:
+    tokens = inputs.parallel.max_tokens_per_micro_batch
+
+    def peak(stage: StageMemory) -> float:
+        return max(sum(stage.compute_parts(phase, tokens).values()) for phase in PHASES)
+
+    fullest = max(stages, key=peak)
+    parts = {
+        phase: _prefix("trainer", fullest.compute_parts(phase, tokens))
+        | (_prefix("engine", engine.parts[phase]) if engine else {})
+        for phase in PHASES
+    }
+    return GpuRoleNode.model_construct(
+        name=name, num_gpus=num_gpus, stage=fullest.stage, parts=parts, host_bytes=round(fullest.host_bytes)
+    )
+
+
+def _prefix(owner: str, parts: dict[str, float]) -> dict[str, int]:
+    return {f"{owner}.{name}": round(value) for name, value in parts.items() if value}
+
+
+def _compute_largest_micro_batch(stages: Sequence[StageMemory], beside: Sequence[EngineMemory], usable: int) -> int:
+    """Tokens of a micro-batch on one rank that every stage has room for, beside any engine on its GPU."""
+    largest = float("inf")
+    phases: tuple[Phase, ...] = ("logprobs", "train")
+    for phase in phases:
+        engine = max((sum(memory.parts[phase].values()) for memory in beside), default=0.0)
+        for stage in stages:
+            room = usable - engine - sum(stage.fixed[phase].values())
+            largest = min(largest, room / sum(stage.per_token[phase].values()))
+    return max(0, int(largest))
+
+
+def find_memory_problems(
+    inputs: StepInputs, constants: MemoryConstants, memory: MemoryNode, served: Sequence[ServedEngines] | None = None
+) -> list[Problem]:
+    """Why a recipe does not fit its GPUs, and what to change: tried, not guessed.
+
+    Args:
+        inputs: of the step.
+        constants: of the model.
+        memory: from :func:`compute_memory` of the same.
+        served: as there.
+    """
+    if memory.is_fitting:
+        return []
+    problems = []
+    for role in memory.roles:
+        phase = role.fullest_phase
+        lacking = role.peak_bytes - memory.usable_bytes
+        if lacking <= 0:
+            continue
+        large = sorted(role.parts[phase].items(), key=lambda part: -part[1])[:3]
+        told = ", ".join(f"{name} {value / _GIB:.1f}" for name, value in large)
+        problem = (
+            f"{role.name} needs {role.peak_bytes / _GIB:.1f} GiB of {memory.usable_bytes / _GIB:.1f} in phase {phase} "
+            f"({told})"
+        )
+        where, fix = _find_fix(inputs, constants, role, served)
+        problems.append(Problem(where, problem, fix))
+    for room in memory.engines:
+        if room.max_longest_rollouts < 1:
+            longest = inputs.max_prompt_tokens + inputs.max_new_tokens
+            problem = f"an engine of {room.name} holds {room.capacity_tokens} tokens; one longest rollout has {longest}"
+            fix = "raise gpus_per_engine, use sglang.kv_cache_dtype=fp8_e4m3, or lower rollout.sampling.max_new_tokens"
+            problems.append(Problem(f"{_group_path(room.name)}.gpus_per_engine", problem, fix))
+    return problems
+
+
+def _find_fix(
+    inputs: StepInputs, constants: MemoryConstants, role: GpuRoleNode, served: Sequence[ServedEngines] | None
+) -> tuple[str, str]:
+    """Where to change what, the cheapest change that was found to be enough first."""
+    if role.stage is None:
+        where = f"{_group_path(role.name)}.gpus_per_engine"
+        return where, "raise it, or lower sglang.mem_fraction_static, chunked_prefill_size or cuda_graph_max_bs"
+    for where, fix, tried in _iter_changes(inputs):
+        changed = compute_memory(tried, constants, served)
+        name = role.name.split("+")[0]
+        if all(one.peak_bytes <= changed.usable_bytes for one in changed.roles if one.name.split("+")[0] == name):
+            return where, fix
+    fix = "raise TP, PP or EP, use more nodes, or a GPU with more memory: recomputation and offloading are not enough"
+    return "parallel", fix
+
+
+def _iter_changes(inputs: StepInputs) -> Iterator[tuple[str, str, StepInputs]]:
+    """Changes from the cheapest in time to the dearest, each with the inputs it leads to."""
+    parallel = inputs.parallel
+    is_shared = any(group.placement == "colocated" for group in inputs.engine_groups)
+    if is_shared and not (inputs.should_offload_engines and inputs.should_offload_trainer):
+        offloaded = replace(inputs, should_offload_engines=True, should_offload_trainer=True)
+        yield "topology", "set topology.should_offload_engines=true and topology.should_offload_trainer=true", offloaded
+        inputs = offloaded
+    longest = inputs.max_prompt_tokens + inputs.max_new_tokens
+    least = -(-longest // parallel.context_parallel_size)
+    for recompute in ({}, _FULL_RECOMPUTE):
+        for is_on_host in (parallel.optimizer_cpu_offload, True):
+            for tokens in (parallel.max_tokens_per_micro_batch, least):
+                update = {**recompute, "optimizer_cpu_offload": is_on_host, "max_tokens_per_micro_batch": tokens}
+                changed = {key: value for key, value in update.items() if getattr(parallel, key) != value}
+                if changed:
+                    told = " ".join(f"parallel.{key}={json.dumps(value)}" for key, value in changed.items())
+                    tried = replace(inputs, parallel=parallel.model_copy(update=changed))
+                    yield f"parallel.{next(iter(changed))}", f"set {told}", tried
+
+
+def _group_path(name: str) -> str:
+    model, _, group = name.partition("/")
+    return f"topology.served_models.{model}.server_groups.{group}"

@@ -1,0 +1,224 @@
+"""What a trainer rank holds on its GPU, phase by phase. Owns what is held how long; the counts come from elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlrecipes.config.schema import ParallelConfig, RlConfig
+from rlrecipes.plan.activations import compute_layer_activations
+from rlrecipes.plan.memory_constants import MemoryConstants
+from rlrecipes.plan.memory_nodes import Phase
+from rlrecipes.plan.parameters import (
+    RankCounts,
+    compute_padded_vocab_size,
+    compute_rank_parameters,
+    compute_stage_layers,
+)
+from rlrecipes.plan.step_inputs import StepInputs
+from rlrecipes.plan.train_time import compute_num_shards
+
+type Parts = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """A trainer rank of one pipeline stage.
+
+    Attributes:
+        stage: from 0.
+        fixed: phase -> part -> bytes, whatever the micro-batch.
+        per_token: phase -> part -> bytes a token of the micro-batch.
+        host_bytes: what it keeps in the host's memory.
+    """
+
+    stage: int
+    fixed: Mapping[Phase, Parts]
+    per_token: Mapping[Phase, Parts]
+    host_bytes: float
+
+    def compute_parts(self, phase: Phase, num_tokens: int) -> Parts:
+        """Bytes of every part.
+
+        Args:
+            phase: which.
+            num_tokens: of a micro-batch on this rank.
+        """
+        grown = {name: value * num_tokens for name, value in self.per_token.get(phase, {}).items()}
+        return {**self.fixed[phase], **grown}
+
+
+def compute_gradient_bytes(parallel: ParallelConfig, dtype_bytes: int) -> int:
+    """Of one parameter's gradient, which every rank keeps whole: the weights' precision, unless the recipe says fp32.
+
+    Args:
+        parallel: the trainer's layout.
+        dtype_bytes: of one weight.
+    """
+    return 4 if parallel.megatron.get("grad_reduce_in_fp32") else dtype_bytes
+
+
+def compute_state_bytes_per_parameter(dtype_bytes: int) -> int:
+    """Of Adam's state: two fp32 moments, and an fp32 copy of weights that are kept in less.
+
+    Args:
+        dtype_bytes: of one weight.
+    """
+    return 8 if dtype_bytes == 4 else 12
+
+
+def compute_optimizer_bytes(counts: RankCounts, parallel: ParallelConfig, dtype_bytes: int) -> float:
+    """Adam's state on one rank, spread by the distributed optimizer over the ranks that hold the same parameters.
+
+    Args:
+        counts: of the rank.
+        parallel: the trainer's layout.
+        dtype_bytes: of one weight.
+    """
+    ranks, expert_ranks = compute_num_shards(parallel)
+    return compute_state_bytes_per_parameter(dtype_bytes) * (counts.dense / ranks + counts.experts / expert_ranks)
+
+
+def compute_stage_memory(inputs: StepInputs, constants: MemoryConstants) -> tuple[StageMemory, ...]:
+    """Trainer ranks of every pipeline stage.
+
+    Args:
+        inputs: of the step.
+        constants: of the model.
+    """
+    counts = compute_rank_parameters(inputs.shapes, inputs.parallel)
+    layers = compute_stage_layers(inputs.shapes, inputs.parallel)
+    return tuple(_compute_stage(inputs, constants, stage, counts[stage], layers[stage]) for stage in range(len(counts)))
+
+
+def _compute_stage(
+    inputs: StepInputs, constants: MemoryConstants, stage: int, counts: RankCounts, chunks: tuple[range, ...]
+) -> StageMemory:
+    is_last = stage == inputs.parallel.pipeline_model_parallel_size - 1
+    base: Parts = {
+        "context": constants.cuda_context_bytes + constants.trainer_workspace_bytes,
+        "nccl": constants.nccl_group_bytes * _count_groups(inputs.parallel),
+    }
+    state, host_bytes = _compute_state(inputs, counts, is_last=is_last)
+    held = base | state
+    frozen = _count_frozen(inputs) * counts.total * inputs.dtype_bytes
+    logits = _compute_logit_numbers(inputs) * inputs.dtype_bytes if is_last else 0.0
+    chunk = {"logprobs": constants.logprob_chunk_bytes} if is_last else {}
+    largest = max(
+        inputs.weight_sync.bucket_bytes, inputs.shapes.vocab_size * inputs.shapes.hidden_size * inputs.dtype_bytes
+    )
+    train, forward = _compute_activation_numbers(inputs, constants, stage, chunks)
+    scale = inputs.dtype_bytes * (1 + constants.activation_overhead_fraction)
+    shown = {"frozen_weights": float(counts.total * inputs.dtype_bytes)} if frozen else {}
+    fixed: dict[Phase, Parts] = {
+        "init": held,
+        "rollout": {"offloaded": constants.offloaded_trainer_bytes} if _is_offloaded(inputs) else held,
+        "logprobs": held | shown | chunk,
+        "train": held | chunk,
+        "weight_sync": held | {"weight_sync": 2.0 * largest},
+    }
+    per_token: dict[Phase, Parts] = {
+        "logprobs": {"activations": forward * scale, "logits": logits},
+        "train": {"activations": train * scale, "logits": 2 * logits},  # and their gradient
+    }
+    if _is_offloaded(inputs):
+        host_bytes += sum(state.values())
+    return StageMemory(stage, fixed, per_token, host_bytes + frozen)
+
+
+def _compute_state(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> tuple[Parts, float]:
+    """Weights, gradients and optimizer state of policy and critic; and what lies in the host instead."""
+    parallel, dtype_bytes = inputs.parallel, inputs.dtype_bytes
+    gradient = compute_gradient_bytes(parallel, dtype_bytes)
+    optimizer = compute_optimizer_bytes(counts, parallel, dtype_bytes)
+    is_on_host = parallel.optimizer_cpu_offload
+    parts: Parts = {
+        "weights": float(counts.total * dtype_bytes),
+        "gradients": float(counts.total * gradient),
+        "optimizer": 0.0 if is_on_host else optimizer,
+    }
+    host = optimizer if is_on_host else 0.0
+    if isinstance(inputs.algo, RlConfig) and inputs.algo.critic is not None:
+        critic = _count_critic(inputs, counts, is_last=is_last)
+        optimizer = compute_optimizer_bytes(critic, parallel, dtype_bytes)
+        parts["critic"] = critic.total * (dtype_bytes + gradient) + (0.0 if is_on_host else optimizer)
+        host += optimizer if is_on_host else 0.0
+    return parts, host
+
+
+def _count_critic(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> RankCounts:
+    """The policy's parameters with a head of one row instead of an output layer."""
+    shapes, parallel = inputs.shapes, inputs.parallel
+    has_output = shapes.untie_embeddings_and_output_weights or parallel.pipeline_model_parallel_size > 1
+    if not is_last or not has_output:
+        return counts
+    tp = parallel.tensor_model_parallel_size
+    output = compute_padded_vocab_size(shapes.vocab_size, tp) * shapes.hidden_size // tp
+    return RankCounts(counts.dense - output + shapes.hidden_size, counts.experts)
+
+
+def _count_frozen(inputs: StepInputs) -> int:
+    """Copies of the weights that wait in the host's memory: reference and teacher, where the trainer holds them."""
+    algo = inputs.algo
+    if not isinstance(algo, RlConfig):
+        return 0
+    has_teacher = algo.distillation is not None and algo.distillation.teacher_path is not None
+    return int(algo.kl.placement != "none") + int(has_teacher)
+
+
+def _is_offloaded(inputs: StepInputs) -> bool:
+    return inputs.should_offload_trainer and any(group.placement == "colocated" for group in inputs.engine_groups)
+
+
+def _count_groups(parallel: ParallelConfig) -> int:
+    sizes = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.data_parallel_size * parallel.context_parallel_size,
+        parallel.expert_model_parallel_size,
+    )
+    return sum(size > 1 for size in sizes) + (math.prod(sizes[:2]) * sizes[3] > 1)
+
+
+def _compute_logit_numbers(inputs: StepInputs) -> float:
+    """Of one token on a rank of the last stage; every prediction layer has logits of its own."""
+    tp = inputs.parallel.tensor_model_parallel_size
+    rows = compute_padded_vocab_size(inputs.shapes.vocab_size, tp) / tp
+    return rows * (1 + (inputs.shapes.mtp_num_layers or 0))
+
+
+def _compute_activation_numbers(
+    inputs: StepInputs, constants: MemoryConstants, stage: int, chunks: tuple[range, ...]
+) -> tuple[float, float]:
+    """Numbers of one token that a stage keeps while it trains, and while it only goes forward.
+
+    With one chunk a stage has PP - stage micro-batches in flight; with v of them 2 (PP - stage - 1) + (v - 1) PP + 1
+    chunks (Megatron's interleaved schedule).
+    """
+    shapes, parallel = inputs.shapes, inputs.parallel
+    imbalance = 1 + constants.expert_imbalance_fraction
+    found = [compute_layer_activations(shapes, parallel, layer, imbalance) for chunk in chunks for layer in chunk]
+    if not found:
+        return 0.0, 0.0
+    num_stages, num_chunks = parallel.pipeline_model_parallel_size, len(chunks)
+    is_last = stage == num_stages - 1
+    kept, working = _recompute(parallel, [layer.kept for layer in found], found[0].entry, num_chunks)
+    behind = num_stages - stage - 1
+    in_flight = behind + 1 if num_chunks == 1 else (2 * behind + (num_chunks - 1) * num_stages + 1) / num_chunks
+    widest = max(layer.whole for layer in found)
+    predicted = is_last * (shapes.mtp_num_layers or 0) * (found[-1].kept + 4 * found[-1].entry)
+    return in_flight * kept + working * widest + predicted, widest
+
+
+def _recompute(parallel: ParallelConfig, kept: list[float], entry: float, num_chunks: int) -> tuple[float, int]:
+    """Numbers that all chunks of a stage keep of one token, and how many whole layers are there at once besides."""
+    if parallel.recompute_granularity != "full":
+        return sum(kept), 0
+    size = parallel.recompute_num_layers or 1
+    if parallel.recompute_method == "block":
+        per_chunk = len(kept) // num_chunks
+        is_kept = [number % per_chunk >= size for number in range(len(kept))]
+        return sum(value if whole else entry for value, whole in zip(kept, is_kept, strict=True)), 1
+    return math.ceil(len(kept) / size) * entry, size
