@@ -46,7 +46,7 @@ def compute_log_ratio_counts(*, log_ratios: Tensor, loss_mask: Tensor) -> Tensor
     check_same_shape("compute_log_ratio_counts", log_ratios=log_ratios, loss_mask=loss_mask)
     chosen = torch.where(loss_mask, log_ratios, 0.0)
     places = (torch.asinh(chosen / _SCALE) / _REACH + 1) / 2 * NUM_BINS
-    bins = places.long().clamp(0, NUM_BINS - 1)
+    bins = places.long().clamp(max=NUM_BINS - 1)
     return torch.zeros(NUM_BINS, dtype=torch.float64, device=chosen.device).index_add(0, bins, loss_mask.double())
 
 

@@ -228,3 +228,10 @@ def test_staleness_refuses_what_would_raise_old_tokens():
         compute_staleness_weights(staleness=torch.ones(1), power=-1.0)
     with pytest.raises(ContractError, match="must be floats"):
         compute_staleness_weights(staleness=torch.ones(1, dtype=torch.int64), power=1.0)
+
+
+def test_without_a_correction_no_bound_acts():
+    given = to_tensors([[(-1.0, -2.0, True), (-3.0, -1.0, True)]])
+    for bounds in ({"low": 1.5, "high": 2.0}, {"low": 0.0, "high": 0.5}):
+        weights, is_changed, _ = compute_off_policy_weights(**given, **bounds, correction="none", veto=None)
+        assert weights.tolist() == [1.0, 1.0] and not is_changed.any()

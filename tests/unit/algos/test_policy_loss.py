@@ -188,3 +188,14 @@ def test_sft_raises_every_logprob_alike():
     loss.sum().backward()
     assert loss.tolist() == [0.5, 7.0]
     assert logprobs.grad.tolist() == [-1.0, -1.0]
+
+
+def test_a_ratio_on_the_dual_clip_is_within_it():
+    logprobs = torch.tensor([1.25], requires_grad=True)
+    options = {"old_logprobs": torch.zeros(1), "advantages": torch.tensor([-1.0]), "clip_low": 0.2, "clip_high": 0.2}
+    ratio = compute_clipped_policy_loss(logprobs=logprobs, **options)[2].item()
+    for dual_clip, is_bounded in ((ratio, False), (ratio - 0.01, True)):
+        loss, is_clipped, _ = compute_clipped_policy_loss(logprobs=logprobs, **options, dual_clip=dual_clip)
+        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+        assert is_clipped.tolist() == [is_bounded]
+        assert gradient.item() == pytest.approx(0.0 if is_bounded else ratio)
