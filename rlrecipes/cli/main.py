@@ -21,6 +21,7 @@ VERBS = {
     "compare": "hold runs against each other: what differs, what came of it",
     "diff": "what two recipes, plans or runs say differently, and who said it",
     "explain": "what a key means, who set it, what depends on it",
+    "search": "rank the layouts of a recipe on a cluster by predicted time; prints the best as overrides",
 }
 _COMPLETION = ("-sc", "--shell-completion")
 _TRACEBACK = "RLRECIPES_TRACEBACK"

@@ -38,6 +38,7 @@ from rlrecipes.config.validation import to_problems
 from rlrecipes.errors import ConfigError
 from rlrecipes.plan.difference import RECORD
 from rlrecipes.plan.packing import compute_micro_batch_multiple, compute_sample_multiple
+from rlrecipes.plan.predictions import StepTimeNode
 
 PLAN_VERSION = 1
 POLICY = "policy"
@@ -288,6 +289,8 @@ class Plan(Section):
     tracking: TrackingConfig
     notes: tuple[str, ...]
     """What a reader should know: consequences of the choices made."""
+    step_time: StepTimeNode | None
+    """Of one step, predicted; None: no GPU is described, or others run the engines."""
     changes: dict[str, Any]
     """Recipe values that the defaults did not set, by dotted path."""
     choices: dict[str, str]

@@ -26,9 +26,13 @@ from rlrecipes.plan.nodes import (
 )
 from rlrecipes.plan.parameters import compute_flops_per_token, compute_num_parameters
 from rlrecipes.plan.placement import Placement, place
+from rlrecipes.plan.predictions import StepTimeNode
 from rlrecipes.plan.rules.rule import Facts
 from rlrecipes.plan.rules.table import check_recipe
 from rlrecipes.plan.serving import build_served_models, build_sync_routes
+from rlrecipes.plan.step_inputs import to_step_inputs
+from rlrecipes.plan.step_time import compute_step_time, load_time_constants
+from rlrecipes.plan.time_constants import TimeConstants
 
 
 def resolve(
@@ -63,6 +67,7 @@ def resolve(
     placement = place(config, hosts, problems) if hosts else Placement()
     cluster = cluster or to_cluster_node(config.cluster)
     problems += check_recipe(Facts(config, shapes, hosts, cluster, placement))
+    constants = _read_constants(config, problems)
     if earlier or problems or shapes is None:
         wrong = {problem.where for problem in earlier}
         found = [dataclasses.replace(p, origin=origin_of(dict(origins), p.where)) for p in problems]
@@ -92,10 +97,32 @@ def resolve(
         schedule=config.schedule,
         tracking=config.tracking,
         notes=(*_notes(config), *_obstacles(model), *notes, *placement.notes, *native.notes),
+        step_time=_predict(config, shapes, cluster, placement, constants),
         changes=_changes(config, dict(origins)),
         choices=dict(choices),
         provenance=dict(origins),
     )
+
+
+def _read_constants(config: RunConfig, problems: list[Problem]) -> TimeConstants | None:
+    """Constants of the predictions; None where nothing is predicted, or the recipe's file is wrong."""
+    try:
+        is_needed = config.topology.device == "cuda" or config.calibration is not None
+        return load_time_constants(config.calibration) if is_needed else None
+    except ConfigError as error:
+        problems += error.problems
+        return None
+
+
+def _predict(
+    config: RunConfig,
+    shapes: ModelShapes,
+    cluster: ClusterNode,
+    placement: Placement,
+    constants: TimeConstants | None,
+) -> StepTimeNode | None:
+    inputs = to_step_inputs(config, shapes, cluster, placement)
+    return None if inputs is None or constants is None else compute_step_time(inputs, constants, config.calibration)
 
 
 def _changes(config: RunConfig, origins: Origins) -> dict[str, Any]:

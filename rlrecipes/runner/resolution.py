@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlrecipes.config.compose import ComposedRecipe
-from rlrecipes.plan.cluster import read_cluster
+from rlrecipes.errors import Problem
+from rlrecipes.plan.cluster import Cluster, read_cluster
 from rlrecipes.plan.hosts import FoundHost
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.plan.resolve import resolve
@@ -23,7 +24,7 @@ def resolve_recipe(recipe: ComposedRecipe) -> Plan:
     """
     config = recipe.config
     problems = check_reward(config.reward.name, config.reward.options, config.topology.served_models)
-    cluster = read_cluster(config.cluster, config.runs_dir, problems, _read_ray_hosts)
+    cluster = read_recipe_cluster(recipe, problems)
     return resolve(
         config,
         cluster.hosts,
@@ -34,6 +35,16 @@ def resolve_recipe(recipe: ComposedRecipe) -> Plan:
         notes=cluster.notes,
         choices=recipe.choices,
     )
+
+
+def read_recipe_cluster(recipe: ComposedRecipe, problems: list[Problem]) -> Cluster:
+    """The cluster that a recipe names, settled.
+
+    Args:
+        recipe: composed.
+        problems: what is wrong with it is appended.
+    """
+    return read_cluster(recipe.config.cluster, recipe.config.runs_dir, problems, _read_ray_hosts)
 
 
 def _read_ray_hosts(address: str) -> Sequence[FoundHost]:

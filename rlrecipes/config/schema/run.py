@@ -34,6 +34,8 @@ class RunConfig(Section):
     resume: Literal["auto", "never", "required", "accept_changes"]
     """auto: from the run directory when it holds a checkpoint of the same recipe. never: refuse a used directory.
     required: refuse an unused one. accept_changes: resume although the recipe changed."""
+    calibration: str | None
+    """File of constants that predictions of memory and time use, made by `rlrecipes calibrate`; null: the shipped one."""
     model: ModelConfig
     algo: Annotated[RlConfig | SftConfig, Field(discriminator="kind")]
     topology: TopologyConfig
