@@ -13,9 +13,11 @@ from pydantic_core import ErrorDetails
 
 from rlrecipes.config.origins import Origins, origin_of
 from rlrecipes.config.schema import RunConfig, Section
-from rlrecipes.errors import Problem
+from rlrecipes.errors import Problem, name_rule
 from rlrecipes.suggest import did_you_mean, nearest
 
+SCHEMA = "schema"
+"""What refuses a value by itself, in ``Problem.rule``."""
 _UNSET = "???"
 
 
@@ -30,7 +32,7 @@ def validate(data: Mapping[str, Any], origins: Origins) -> tuple[RunConfig | Non
         The recipe and no problems, or None and every problem.
     """
     problems = [
-        Problem(path, "has no value", f"give {path}=...", origin_of(origins, path)) for path in _unset(data, "")
+        Problem(path, "has no value", f"give {path}=...", origin_of(origins, path), SCHEMA) for path in _unset(data, "")
     ]
     try:
         config = RunConfig.model_validate_json(json.dumps(data))
@@ -52,7 +54,7 @@ def to_problems(
         origins: where each value was set.
         root: the schema.
     """
-    return [_to_problem(details, data, origins, root) for details in error.errors()]
+    return name_rule((_to_problem(details, data, origins, root) for details in error.errors()), SCHEMA)
 
 
 def _unset(value: Any, path: str) -> Iterator[str]:
@@ -132,7 +134,7 @@ def recipe_paths(data: Mapping[str, Any], root: type[Section] = RunConfig) -> li
     return list(_paths(root, "", data))
 
 
-def _paths(section: type[Section], prefix: str, data: Any) -> Iterator[str]:
+def _paths(section: type[Section], prefix: str, data: Any, around: tuple[type[Section], ...] = ()) -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield prefix + name
         value = data.get(name) if isinstance(data, Mapping) else None
@@ -140,7 +142,9 @@ def _paths(section: type[Section], prefix: str, data: Any) -> Iterator[str]:
         kind = value.get("kind") if isinstance(value, Mapping) else None
         chosen = [inner for inner in nested if kind in _kinds(inner)] or nested
         for inner in chosen:
-            yield from _paths(inner, f"{prefix}{name}.*." if is_named else f"{prefix}{name}.", value)
+            if inner not in (section, *around):  # a section may hold others of its kind, to any depth
+                below = f"{prefix}{name}.*." if is_named else f"{prefix}{name}."
+                yield from _paths(inner, below, value, (section, *around))
 
 
 def _kinds(section: type[Section]) -> tuple[Any, ...]:

@@ -129,6 +129,8 @@ class ServedModel:
         }
         command = [part for word in node.command for part in _fill(word, filled)]
         env = os.environ | {name: _fill(value, filled)[0] for name, value in node.env.items()}
+        if "CUDA_VISIBLE_DEVICES" in node.env:
+            env["CUDA_VISIBLE_DEVICES"] = to_visible_devices(node.env["CUDA_VISIBLE_DEVICES"])
         process = ServerProcess(node.name, command, env, self._log_dir / f"{node.name}.log")
         self._processes.append(process)
         return f"http://{_HOST}:{port}", process
@@ -246,6 +248,16 @@ async def _meet(url: str, worker_type: WorkerType | None) -> Engine:
         raise EngineError(f"engine {url}", f"is a {found} worker; the recipe says {worker_type}", fix)
     num_ranks = int(info.get("tp_size") or 1) * int(info.get("pp_size") or 1)
     return Engine(url, found, num_ranks, client, None, info.get("disaggregation_bootstrap_port"))
+
+
+def to_visible_devices(wanted: str) -> str:
+    """GPUs by their number in a Plan, as this process's CUDA_VISIBLE_DEVICES names them: a job may be given some only.
+
+    Args:
+        wanted: numbers with commas between them.
+    """
+    given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return ",".join(given[int(gpu)] for gpu in wanted.split(",")) if given and wanted else wanted
 
 
 def _fill(word: str, values: Mapping[str, str]) -> list[str]:

@@ -15,7 +15,8 @@ class GpuConfig(Section):
     name: str
     """As people know it, e.g. H200-SXM."""
     device_names: tuple[str, ...]
-    """As its driver, Ray or a SLURM administrator may call it beside `name`; case, spaces and a leading NVIDIA do not count."""
+    """As its driver, Ray or a SLURM administrator may call it beside `name`; case, spaces and a leading NVIDIA do not
+    count."""
     memory_bytes: PositiveInt
     """What a process can have of it."""
     bf16_flops_per_s: PositiveFloat
@@ -55,5 +56,5 @@ class ClusterConfig(Section):
     nic_bytes_per_s: PositiveFloat
     """Network of one GPU to other nodes, one direction."""
     gpu: GpuConfig | None
-    """What each GPU is, chosen with gpu@cluster.gpu=NAME; null: read where it can be, else nothing is said of memory and
-    time."""
+    """What each GPU is, chosen with gpu@cluster.gpu=NAME; null: read where it can be, else nothing is said of memory
+    and time."""
