@@ -13,10 +13,12 @@ from typing import Any, cast
 
 from rlrecipes.config.compose import ComposedRecipe, compose
 from rlrecipes.errors import ConfigError, InputError, Problem
+from rlrecipes.plan.calibration import load_calibration
 from rlrecipes.plan.cluster import Cluster
 from rlrecipes.plan.facts import read_shapes
+from rlrecipes.plan.memory_constants import MemoryConstants
 from rlrecipes.plan.predictions import StepTimeNode
-from rlrecipes.plan.search import Candidate, Objective, SearchResult, Start, search
+from rlrecipes.plan.search import Candidate, Constants, Objective, SearchResult, Start, search
 from rlrecipes.plan.step_time import compute_step_time, load_time_constants
 from rlrecipes.runner.resolution import read_recipe_cluster, resolve_recipe
 from rlrecipes.suggest import did_you_mean
@@ -72,7 +74,8 @@ def run(arguments: list[str]) -> None:
     if cluster.node.gpu is None:
         fix = "use a described cluster, e.g. cluster=h100_8, or gpu@cluster.gpu=NAME"
         raise InputError("cluster", "does not say what its GPUs are: no time can be predicted", fix)
-    constants = load_time_constants(recipe.config.calibration)
+    path = recipe.config.calibration
+    constants = Constants(load_time_constants(path), MemoryConstants(**load_calibration(path).values("memory")))
     result = search([start for start, _ in starts], shapes, cluster.node, cluster.hosts, constants, objective, top)
     found = _confirm(result.candidates, asked.config_dir)
     if not found:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rlrecipes.config.schema import ModelShapes
 from rlrecipes.plan.lengths import LengthDistribution
@@ -20,43 +19,6 @@ from rlrecipes.plan.parameters import compute_flops_per_token
 from rlrecipes.plan.simulation import DecodeCosts
 from rlrecipes.plan.step_inputs import EngineGroup, StepInputs
 from rlrecipes.plan.time_constants import TimeConstants
-
-DEFAULT_MAX_RUNNING_REQUESTS = 2048
-"""SGLang's own limit where a recipe gives none and the cache has room."""
-DEFAULT_MEMORY_FRACTION = 0.85
-"""Of a GPU for weights and KV cache, about what SGLang chooses."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """What one engine may take at once.
-
-    Attributes:
-        max_running: requests.
-        capacity_tokens: of its KV cache.
-    """
-
-    max_running: int
-    capacity_tokens: int
-
-
-def compute_limits(inputs: StepInputs, group: EngineGroup, num_engines: int) -> EngineLimits:
-    """How many requests, and how many tokens, an engine holds at once.
-
-    Args:
-        inputs: of the step.
-        group: whose engine.
-        num_engines: that share the requests in flight.
-    """
-    native = group.native
-    running = native.get("max_running_requests") or DEFAULT_MAX_RUNNING_REQUESTS
-    share = math.ceil(inputs.max_concurrent_requests / num_engines)
-    held = compute_engine_weight_bytes(inputs, group)
-    room = (native.get("mem_fraction_static") or DEFAULT_MEMORY_FRACTION) * inputs.gpu.memory_bytes - held
-    replicas = group.attention_data_parallel_size
-    per_token = compute_engine_kv_bytes(inputs, group) / group.pipeline_parallel_size
-    capacity = max(1, int(room / per_token) * replicas) if room > 0 else 1
-    return EngineLimits(min(running, share), min(capacity, native.get("max_total_tokens") or capacity))
 
 
 def compute_engine_weight_bytes(inputs: StepInputs, group: EngineGroup) -> float:

@@ -108,8 +108,8 @@ def _iter_inner(base: ParallelConfig, shapes: ModelShapes, longest: int) -> Iter
                 )
 
 
-def iter_memory_options(parallel: ParallelConfig) -> Iterator[tuple[ParallelConfig, ...]]:
-    """Ways to need less memory, in groups: of a group the first one that fits is the fastest.
+def iter_memory_options(parallel: ParallelConfig) -> Iterator[ParallelConfig]:
+    """A layout with nothing or whole layers recomputed, and with the optimizer on the GPU or on the host.
 
     Args:
         parallel: a layout.
@@ -122,10 +122,8 @@ def iter_memory_options(parallel: ParallelConfig) -> Iterator[tuple[ParallelConf
     }
     full = nothing | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     for is_offloaded in (False, True):
-        yield tuple(
-            parallel.model_copy(update={**options, "optimizer_cpu_offload": is_offloaded})
-            for options in (nothing, full)
-        )
+        for options in (nothing, full):
+            yield parallel.model_copy(update={**options, "optimizer_cpu_offload": is_offloaded})
 
 
 def iter_topologies(topology: TopologyConfig, shapes: ModelShapes, num_gpus: int) -> Iterator[TopologyConfig]:

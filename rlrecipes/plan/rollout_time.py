@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlrecipes.plan.engine_costs import (
-    EngineLimits,
     compute_decode_costs,
     compute_engine_kv_bytes,
-    compute_limits,
+    compute_engine_weight_bytes,
 )
+from rlrecipes.plan.engine_memory import compute_memory_fraction
 from rlrecipes.plan.lengths import LengthDistribution, draw_lengths
 from rlrecipes.plan.links import compute_link_bytes_per_s
 from rlrecipes.plan.simulation import DecodeCosts, EngineRun, Request, simulate
 from rlrecipes.plan.step_inputs import EngineGroup, StepInputs
 from rlrecipes.plan.time_constants import TimeConstants
+
+DEFAULT_MAX_RUNNING_REQUESTS = 2048
+"""SGLang's own limit where a recipe gives none and the cache has room."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What one engine may take at once.
+
+    Attributes:
+        max_running: requests.
+        capacity_tokens: of its KV cache.
+    """
+
+    max_running: int
+    capacity_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +162,24 @@ def _run_engine(
     ]
     requests.sort(key=lambda request: request.ready_s)
     return simulate(requests, costs, max_running=limits.max_running, capacity_tokens=limits.capacity_tokens)
+
+
+def compute_limits(inputs: StepInputs, group: EngineGroup, num_engines: int) -> EngineLimits:
+    """How many requests, and how many tokens, an engine holds at once.
+
+    Args:
+        inputs: of the step.
+        group: whose engine.
+        num_engines: that share the requests in flight.
+    """
+    native = group.native
+    running = native.get("max_running_requests") or DEFAULT_MAX_RUNNING_REQUESTS
+    share = math.ceil(inputs.max_concurrent_requests / num_engines)
+    fraction = native.get("mem_fraction_static") or compute_memory_fraction(inputs.gpu.memory_bytes, group)
+    room = fraction * inputs.gpu.memory_bytes - compute_engine_weight_bytes(inputs, group)
+    per_token = compute_engine_kv_bytes(inputs, group) / group.pipeline_parallel_size
+    capacity = max(1, int(room / per_token)) * group.attention_data_parallel_size
+    return EngineLimits(min(running, share), min(capacity, native.get("max_total_tokens") or capacity))
 
 
 def _compute_ready_times(

@@ -17,7 +17,8 @@ from rlrecipes.config.schema import ModelShapes, ParallelConfig, RunConfig, Topo
 from rlrecipes.errors import Problem
 from rlrecipes.plan.difference import compute_difference
 from rlrecipes.plan.layouts import iter_memory_options, iter_parallel, iter_topologies, list_trainer_sizes
-from rlrecipes.plan.memory_bound import does_engine_fit, does_trainer_fit
+from rlrecipes.plan.memory import compute_memory
+from rlrecipes.plan.memory_constants import MemoryConstants
 from rlrecipes.plan.nodes import ClusterNode, HostNode
 from rlrecipes.plan.placement import Placement, place
 from rlrecipes.plan.rollout_time import RolloutTime, compute_distribution, compute_rollout_time
@@ -29,6 +30,14 @@ from rlrecipes.plan.time_constants import TimeConstants
 from rlrecipes.plan.train_time import TrainTime, compute_train_time
 
 Objective = Literal["samples_per_s", "cost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What both models are calibrated with."""
+
+    time: TimeConstants
+    memory: MemoryConstants
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,7 @@ class SearchResult:
     Attributes:
         candidates: the best, best first.
         num_candidates: pairs of layouts looked at.
-        num_too_large: of them, that cannot fit into memory.
+        num_too_large: of them, that were found not to fit; of pairs only those fast enough are asked.
         refusals: key -> layouts that a rule about it refused.
     """
 
@@ -127,7 +136,7 @@ def search(
     shapes: ModelShapes,
     cluster: ClusterNode,
     hosts: tuple[HostNode, ...],
-    constants: TimeConstants,
+    constants: Constants,
     objective: Objective,
     top: int,
 ) -> SearchResult:
@@ -138,7 +147,7 @@ def search(
         shapes: of its model.
         cluster: with a GPU described.
         hosts: its machines.
-        constants: of the step-time model.
+        constants: of both models.
         objective: samples_per_s uses the whole cluster; cost, GPU-seconds a sample, also halves, quarters ... of it.
         top: candidates to return.
     """
@@ -155,16 +164,17 @@ class _Search:
         shapes: ModelShapes,
         cluster: ClusterNode,
         hosts: tuple[HostNode, ...],
-        constants: TimeConstants,
+        constants: Constants,
         objective: Objective,
         top: int,
     ) -> None:
         self._shapes, self._cluster, self._hosts = shapes, cluster, hosts
-        self._constants, self._objective, self._top = constants, objective, top
+        self._constants, self._memory = constants.time, constants.memory
+        self._objective, self._top = objective, top
         self._gpus_per_node = max(host.num_gpus for host in hosts)
         self._result = SearchResult()
         self._best: list[tuple[float, int, float, _Pair]] = []
-        self._num_weighed = 0
+        self._num_kept = 0
         self._trainers: dict[int, list[_Trainer]] = {}
         self._num_too_large: dict[int, int] = {}
 
@@ -193,9 +203,6 @@ class _Search:
         trainers = self._list_trainers(config, inputs, num_ranks)
         self._result.num_candidates += len(trainers) + self._num_too_large[num_ranks]
         self._result.num_too_large += self._num_too_large[num_ranks]
-        if not all(does_engine_fit(inputs, group) for group in inputs.engine_groups):
-            self._result.num_too_large += len(trainers)
-            return
         rollout, num_gpus = compute_rollout_time(inputs, self._constants), inputs.num_gpus
         for trainer in trainers:
             pair = _Pair(start, config, replace(inputs, parallel=trainer.parallel), num_gpus)
@@ -243,14 +250,12 @@ class _Search:
         return [problem for problem in check_recipe(facts) if problem.where.startswith("parallel.")]
 
     def _fit(self, inputs: StepInputs, parallel: ParallelConfig) -> Iterator[_Trainer]:
-        """With as little recomputing as fits, the optimizer on the GPU or on the host."""
-        for options in iter_memory_options(parallel):
-            for option in options:
-                tried = replace(inputs, parallel=option)
-                if does_trainer_fit(tried):
-                    distribution = compute_distribution(tried, self._constants)
-                    yield _Trainer(option, compute_train_time(tried, self._constants, distribution))
-                    break
+        """Every way of sparing memory with which the trainer alone fits."""
+        for option in iter_memory_options(parallel):
+            alone = replace(inputs, parallel=option, engine_groups=())
+            if compute_memory(alone, self._memory).is_fitting:
+                distribution = compute_distribution(alone, self._constants)
+                yield _Trainer(option, compute_train_time(alone, self._constants, distribution))
 
     def _weigh(self, pair: _Pair, rollout: RolloutTime, trainer: TrainTime) -> None:
         """Keep a pair if it is among the best so far; of equals the earlier one."""
@@ -258,11 +263,14 @@ class _Search:
         step_s += sum(compute_sync_time(pair.inputs, self._constants).values())
         step_s += compute_offload_time(pair.inputs, self._constants)
         price = step_s if self._objective == "samples_per_s" else step_s * pair.num_gpus
-        self._num_weighed += 1
-        if len(self._best) < self._top:
-            heapq.heappush(self._best, (-price, -self._num_weighed, step_s, pair))
-        elif price < -self._best[0][0]:
-            heapq.heapreplace(self._best, (-price, -self._num_weighed, step_s, pair))
+        if len(self._best) == self._top and price >= -self._best[0][0]:
+            return
+        if not compute_memory(pair.inputs, self._memory).is_fitting:
+            self._result.num_too_large += 1
+            return
+        self._num_kept += 1
+        push = heapq.heappush if len(self._best) < self._top else heapq.heapreplace
+        push(self._best, (-price, -self._num_kept, step_s, pair))
 
     def finish(self) -> SearchResult:
         """The best, best first."""

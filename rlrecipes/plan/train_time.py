@@ -87,7 +87,8 @@ class _Pass:
 def find_logprob_passes(algo: RlConfig, num_train_steps: int) -> tuple[str, ...]:
     """Which passes a step makes before it trains: policy, reference, teacher, critic.
 
-    The policy's is spared where the only train step of a step starts from the very weights it would use.
+    The policy's is spared where the only train step of a step starts from the very weights it would use; reference and
+    teacher that are served answer while the rollouts are judged.
 
     Args:
         algo: the algorithm.
@@ -98,8 +99,8 @@ def find_logprob_passes(algo: RlConfig, num_train_steps: int) -> tuple[str, ...]
     is_spared = num_train_steps == 1 and not is_read_before
     needed = {
         "policy": algo.old_logprobs == "recompute" and not is_spared,
-        "reference": algo.kl.placement != "none",
-        "teacher": teacher is not None,
+        "reference": algo.kl.placement != "none" and algo.kl.reference_model is None,
+        "teacher": teacher is not None and teacher.teacher_model is None,
         "critic": algo.critic is not None,
     }
     return tuple(name for name, is_needed in needed.items() if is_needed)

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from step_recipes import APART, COLOCATED, CONSTANTS, LONG, MAIN, inputs_of, maybe_inputs_of, with_constants, with_gpu
 
-from rlrecipes.plan.engine_costs import compute_decode_costs, compute_limits
+from rlrecipes.plan.engine_costs import compute_decode_costs
 from rlrecipes.plan.lengths import LengthDistribution, draw_lengths
-from rlrecipes.plan.rollout_time import compute_distribution, compute_rollout_time
+from rlrecipes.plan.rollout_time import compute_distribution, compute_limits, compute_rollout_time
 from rlrecipes.plan.simulation import Request, simulate
 from rlrecipes.plan.step_time import WORDS, compute_step_time
 from rlrecipes.plan.sync_time import compute_offload_time, compute_sync_time
