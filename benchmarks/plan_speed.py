@@ -24,7 +24,7 @@ COMMANDS = {
     "python -c pass": [sys.executable, "-c", "pass"],
     "rlrecipes --help": [RLRECIPES, "--help"],
     "plan recipe=quickstart_sft": [RLRECIPES, "plan", "recipe=quickstart_sft"],
-    "the same --yaml": [RLRECIPES, "plan", "recipe=quickstart_sft", "--yaml"],
+    "the same --format yaml": [RLRECIPES, "plan", "recipe=quickstart_sft", "--format", "yaml"],
     "the same, misspelt": [RLRECIPES, "plan", "recipe=quickstart_sft", "optim.lrr=1"],
 }
 

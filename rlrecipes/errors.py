@@ -17,8 +17,9 @@ asked the run to stop, and it did so in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 
@@ -45,6 +46,16 @@ class Problem:
         return f"{self.where}{origin}: {self.problem}\n    fix: {self.fix}"
 
 
+def name_rule(problems: Iterable[Problem], rule: str) -> list[Problem]:
+    """Say what refused problems that do not say it themselves.
+
+    Args:
+        problems: of one judge.
+        rule: its name in docs/rules.md.
+    """
+    return [problem if problem.rule else replace(problem, rule=rule) for problem in problems]
+
+
 class RecipeError(Exception):
     """Base of all errors meant for a user.
 
@@ -62,6 +73,10 @@ class RecipeError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
+
+    def to_json(self) -> str:
+        """``{"problems": [{"where", "problem", "fix", "origin", "rule"}, ...]}``, indented."""
+        return json.dumps({"problems": [asdict(problem) for problem in self.problems]}, indent=2)
 
 
 class InputError(RecipeError):

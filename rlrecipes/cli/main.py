@@ -10,6 +10,7 @@ import traceback
 from types import FrameType
 
 from rlrecipes import __version__
+from rlrecipes.cli.flags import is_json_asked
 from rlrecipes.errors import Interrupted, RecipeError
 from rlrecipes.suggest import did_you_mean
 
@@ -48,6 +49,9 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()
         return code
     except RecipeError as error:
+        if is_json_asked(arguments):
+            print(error.to_json(), flush=True)
+            return error.exit_code
         return _report(str(error), error.exit_code)
     except Interrupted as stop:
         message = "stopped by a signal; rerun the same command to go on from the last checkpoint"
@@ -104,7 +108,7 @@ def _usage() -> str:
         "  rlrecipes plan recipe=quickstart_sft\n"
         "  rlrecipes train recipe=quickstart_sft schedule.num_steps=50\n"
         "  rlrecipes train -m recipe=quickstart seed=1,2,3\n\n"
-        "`rlrecipes train --help` lists groups and options; "
+        "`--format json` tells plans and problems to programs; `rlrecipes train --help` lists groups and options; "
         'completion: eval "$(rlrecipes -sc install=bash)"'
     )
 

@@ -1,10 +1,12 @@
-"""`rlrecipes plan [overrides] [--yaml] [--save FILE]`: what would run, without running it."""
+"""`rlrecipes plan [overrides] [--format table|yaml|json] [--save FILE]`: what would run, without running it."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
+from rlrecipes.cli.flags import take_flag, take_format
 from rlrecipes.config.compose import ComposedRecipe, run_hydra_app
 from rlrecipes.errors import InputError
 from rlrecipes.plan.lock import build_lock, write_lock
@@ -16,30 +18,28 @@ def run(arguments: list[str]) -> None:
     """Show each composed recipe's plan.
 
     Args:
-        arguments: overrides, Hydra's flags, and our own: ``--yaml`` prints YAML, ``--save FILE`` writes it.
+        arguments: overrides, Hydra's flags, and our own: ``--format table|yaml|json``, of which table is the default,
+            and ``--save FILE``, which writes the YAML. The plans of a sweep are YAML documents or lines of JSON.
 
     Raises:
-        InputError: ``--save`` names no file, or it cannot be written, or a sweep asks for it.
+        InputError: a flag has no value or a wrong one, the file cannot be written, or a sweep asks for one.
     """
     words = list(arguments)
-    should_print_yaml = "--yaml" in words
-    words = [word for word in words if word != "--yaml"]
-    target = None
-    if "--save" in words:
-        position = words.index("--save")
-        if position + 1 >= len(words):
-            raise InputError("--save", "names no file", "write --save plan.yaml")
-        target = Path(words[position + 1])
-        del words[position : position + 2]
+    form = take_format(words, ("table", "yaml", "json"), "table")
+    target = take_flag(words, "--save", "plan.yaml")
     is_sweep = "-m" in words or "--multirun" in words
     if target is not None and is_sweep:
-        raise InputError("--save", "one file cannot hold the plans of a sweep", "leave out -m, or print with --yaml")
+        raise InputError(
+            "--save", "one file cannot hold the plans of a sweep", "leave out -m, or print with --format yaml"
+        )
 
     def show(recipe: ComposedRecipe) -> None:
         plan = resolve_recipe(recipe)
         if target is not None:
-            _save(plan, target)
-        elif should_print_yaml:
+            _save(plan, Path(target))
+        elif form == "json":
+            print(json.dumps(plan.to_data()))
+        elif form == "yaml":
             print("---\n" if is_sweep else "", end="")
             print(plan.to_yaml(), end="")
         else:

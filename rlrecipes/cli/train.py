@@ -1,7 +1,8 @@
-"""`rlrecipes train [overrides]`."""
+"""`rlrecipes train [overrides] [--format text|json]`."""
 
 from __future__ import annotations
 
+from rlrecipes.cli.flags import take_format
 from rlrecipes.config.compose import ComposedRecipe, run_hydra_app
 from rlrecipes.runner.resolution import resolve_recipe
 
@@ -10,9 +11,11 @@ def run(arguments: list[str]) -> None:
     """Resolve each composed recipe and run it.
 
     Args:
-        arguments: overrides and Hydra's flags.
+        arguments: overrides, Hydra's flags, and ``--format json``, which tells problems as JSON.
     """
-    run_hydra_app(_train, arguments)
+    words = list(arguments)
+    take_format(words, ("text", "json"), "text")
+    run_hydra_app(_train, words)
 
 
 def _train(recipe: ComposedRecipe) -> None:

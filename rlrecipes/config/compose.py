@@ -34,10 +34,12 @@ from omegaconf.errors import OmegaConfBaseException
 from rlrecipes.config.origins import Choices, Origins, read_origins, show_file
 from rlrecipes.config.schema import RunConfig
 from rlrecipes.config.validation import validate
-from rlrecipes.errors import ConfigError, Problem
+from rlrecipes.errors import ConfigError, Problem, name_rule
 from rlrecipes.suggest import did_you_mean, nearest
 
 CONFIG_MODULE = "rlrecipes.conf"
+COMPOSITION = "composition"
+"""What refuses words and groups that do not make a recipe, in ``Problem.rule``."""
 _CONF_DIR = Path(__file__).parent.parent / "conf"
 _FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir",
 "-cd", "--experimental-rerun", "--info", "-i")  # fmt: skip
@@ -220,7 +222,7 @@ def _check_no_stray_word(arguments: Sequence[str]) -> None:
         if not word.startswith("-") and not _is_override(word) and before not in _FLAGS_WITH_VALUE
     ]
     if problems:
-        raise ConfigError.from_problems(problems)
+        raise ConfigError.from_problems(name_rule(problems, COMPOSITION))
 
 
 def _explain_stray(word: str) -> str:
@@ -261,7 +263,7 @@ def prepare_overrides(overrides: Sequence[str], config_dirs: Sequence[Path] = ()
         else:
             prepared.append("++" + word.lstrip("+"))
     if problems:
-        raise ConfigError.from_problems(problems)
+        raise ConfigError.from_problems(name_rule(problems, COMPOSITION))
     return prepared
 
 
@@ -275,6 +277,10 @@ def _is_option(value: object) -> bool:
 
 
 def _explain(error: Exception) -> ConfigError:
+    return ConfigError.from_problems(name_rule(_describe(error).problems, COMPOSITION))
+
+
+def _describe(error: Exception) -> ConfigError:
     """Say what Hydra meant."""
     if isinstance(error, yaml.YAMLError):
         mark = getattr(error, "problem_mark", None)
@@ -316,7 +322,8 @@ def _stand_in(error: MissingConfigException, words: Sequence[str], config_dirs: 
         near = nearest(option, sorted(choices))
         judged = f"the rest is judged with {near!r}" if near else "the rest is judged with the default"
         origin = _origin_of_choice(str(current), group, option, left, config_dirs)
-        problems.append(Problem(group, f"has no option {option!r}; {judged}", did_you_mean(option, choices), origin))
+        fix = did_you_mean(option, choices)
+        problems.append(Problem(group, f"has no option {option!r}; {judged}", fix, origin, COMPOSITION))
         left = _replace_choice(left, group, near)
         try:
             recipe = _compose(left, config_dirs)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlrecipes.config.origins import Origins, origin_of, read_default_files
 from rlrecipes.config.schema import CriticConfig, ModelConfig, ModelShapes, RlConfig, RunConfig, ScheduleConfig
-from rlrecipes.errors import ConfigError, Problem
+from rlrecipes.errors import ConfigError, Problem, name_rule
 from rlrecipes.plan.cluster import to_cluster_node
 from rlrecipes.plan.difference import flatten
 from rlrecipes.plan.facts import find_obstacles, read_shapes
@@ -60,12 +60,18 @@ def resolve(
     Raises:
         ConfigError: every problem found.
     """
-    problems = list(others)
-    shapes, is_random = read_shapes(config.model, problems)
+    model_problems: list[Problem] = []
+    shapes, is_random = read_shapes(config.model, model_problems)
     native = judge_native(config)
-    problems += native.problems
-    placement = place(config, hosts, problems) if hosts else Placement()
+    placement_problems: list[Problem] = []
+    placement = place(config, hosts, placement_problems) if hosts else Placement()
     cluster = cluster or to_cluster_node(config.cluster)
+    problems = [
+        *others,
+        *name_rule(model_problems, "model_facts"),
+        *name_rule(native.problems, "native_options"),
+        *name_rule(placement_problems, "placement"),
+    ]
     problems += check_recipe(Facts(config, shapes, hosts, cluster, placement))
     constants = _read_constants(config, problems)
     if earlier or problems or shapes is None:
@@ -88,6 +94,8 @@ def resolve(
         algo=config.algo,
         batch=_batch(config),
         trainer=_trainer(config, placement),
+        should_offload_trainer=config.topology.should_offload_trainer,
+        should_offload_engines=config.topology.should_offload_engines,
         served_models=served,
         weight_sync=config.weight_sync,
         sync_routes=build_sync_routes(config, served),

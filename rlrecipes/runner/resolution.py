@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlrecipes.config.compose import ComposedRecipe
-from rlrecipes.errors import Problem
+from rlrecipes.errors import Problem, name_rule
 from rlrecipes.plan.cluster import Cluster, read_cluster
 from rlrecipes.plan.hosts import FoundHost
 from rlrecipes.plan.nodes import Plan
@@ -23,14 +23,16 @@ def resolve_recipe(recipe: ComposedRecipe) -> Plan:
         ConfigError: every problem found.
     """
     config = recipe.config
-    problems = check_reward(config.reward.name, config.reward.options, config.topology.served_models)
+    problems = name_rule(
+        check_reward(config.reward.name, config.reward.options, config.topology.served_models), "reward"
+    )
     cluster = read_recipe_cluster(recipe, problems)
     return resolve(
         config,
         cluster.hosts,
         recipe.origins,
         recipe.problems,
-        problems,
+        name_rule(problems, "cluster_facts"),
         cluster=cluster.node,
         notes=cluster.notes,
         choices=recipe.choices,

@@ -31,8 +31,8 @@ from rlrecipes.batching.grid import build_grid, unpack_tokens
 from rlrecipes.config.schema import RlConfig
 from rlrecipes.custom import load_custom
 from rlrecipes.errors import TrainerError
-from rlrecipes.plan.rules.objective import POLICY_LOSS
 from rlrecipes.plan.nodes import Plan
+from rlrecipes.plan.rules.objective import POLICY_LOSS
 from rlrecipes.rollout.samples import to_samples
 from rlrecipes.runner.cluster import TrainerGroup
 from rlrecipes.runner.credit import assign_credit

@@ -82,7 +82,7 @@ class TestRefusedByTheRecipe:
             shell,
             "train",
             "algo=grpoo",
-            "model=qwen",
+            "model=qwen_tiny",
             "reward=regex",
             "optim.lr=fast",
             "algo.clip_low=-1",
@@ -223,7 +223,7 @@ class TestShown:
     def test_a_plan_as_the_yaml_that_is_saved_and_loaded_back_equal(self, shell):
         disk = "cluster.disk_bytes=1000000000000"  # what is free changes between two commands
         saved = shell.run("plan", SFT, disk, "--save", "plan.yaml")
-        printed = shell.run("plan", SFT, disk, "--yaml")
+        printed = shell.run("plan", SFT, disk, "--format", "yaml")
         assert printed == (shell.cwd / "plan.yaml").read_text()
         plan = load_plan(shell.cwd / "plan.yaml")
         assert plan.to_yaml() == printed
@@ -234,7 +234,7 @@ class TestShown:
         assert set(recipe) == set(RunConfig.model_fields)
         assert recipe["name"] == "quickstart_sft"
 
-    @pytest.mark.parametrize("arguments", ["--help", f"plan {SFT} --yaml"])
+    @pytest.mark.parametrize("arguments", ["--help", f"plan {SFT} --format yaml"])
     def test_a_pipe_that_closes_early_is_no_error(self, shell, arguments):
         env = os.environ | {"PYTHONUNBUFFERED": ""}  # what is printed then waits for the end, as it does by default
         command = ["bash", "-c", f"{BIN}/rlrecipes {arguments} | true"]
@@ -259,22 +259,70 @@ class TestShown:
     def test_a_users_own_recipe(self, shell):
         text = "# @package _global_\ndefaults:\n  - override /algo: sft\nname: mine\noptim:\n  lr: 0.25\n"
         write(shell, "mine/recipe/own.yaml", text)
-        plan = yaml.safe_load(shell.run("plan", "--config-dir", "mine", "recipe=own", "seed=7", "--yaml"))
+        plan = yaml.safe_load(shell.run("plan", "--config-dir", "mine", "recipe=own", "seed=7", "--format=yaml"))
         assert (plan["name"], plan["algo"]["kind"], plan["trainer"]["optim"]["lr"]) == ("mine", "sft", 0.25)
         assert plan["provenance"]["optim.lr"].endswith("mine/recipe/own.yaml:6")
+
+
+class TestTold:
+    """To programs: --format json."""
+
+    @pytest.mark.parametrize("verb", ["plan", "train"])
+    def test_problems_of_every_judge_as_json(self, shell, verb):
+        wrong = {
+            "seed=x": "schema",
+            "+sede=1": "schema",
+            "algo.group_size=1": "group_has_a_baseline",
+            "reward.name=mth": "reward",
+            "cluster.partition=gpus": "cluster_facts",
+            "parallel.megatron.fp32=true": "native_options",
+            "parallel.tensor_model_parallel_size=3": "tp_divides_the_model",
+        }
+        before = files_of(shell.cwd)
+        output = shell.run(verb, *wrong, "--format", "json", code=2)
+        problems = json.loads(output)["problems"]
+        assert {problem["origin"].removeprefix("override "): problem["rule"] for problem in problems} == {
+            word.lstrip("+"): rule for word, rule in wrong.items()
+        }
+        for problem in problems:
+            assert set(problem) == {"where", "problem", "fix", "origin", "rule"}
+            assert problem["where"] and problem["problem"] and problem["fix"]
+        assert files_of(shell.cwd) == before
+
+    def test_what_is_no_recipe_as_json(self, shell):
+        (problem,) = json.loads(shell.run("plan", "algo=grpp", "--format=json", code=2))["problems"]
+        assert (problem["where"], problem["rule"]) == ("algo", "composition")
+        assert "did you mean 'grpo'?" in problem["fix"]
+
+    def test_a_plan_as_json(self, shell):
+        plan = json.loads(shell.run("plan", SFT, "seed=7", "--format", "json"))
+        assert (plan["name"], plan["seed"], plan["provenance"]["seed"]) == ("quickstart_sft", 7, "override seed=7")
+
+    @pytest.mark.parametrize(
+        ("arguments", "expected"),
+        [
+            (["plan", "--format", "xml"], "allowed: json, table, yaml"),
+            (["plan", SFT, "--format"], "write --format json"),
+            (["train", SFT, "--format", "yaml"], "allowed: json, text"),
+            (["plan", SFT, "--format", "json", "--format=yaml"], "give it once"),
+            (["plan", SFT, "--save", "--format=json"], "write --save plan.yaml"),
+        ],
+    )
+    def test_a_format_that_is_none(self, shell, arguments, expected):
+        assert expected in shell.run(*arguments, code=2)
 
 
 class TestSweeps:
     def test_each_value_has_its_own_plan_and_directory(self, shell):
         before = files_of(shell.cwd)
-        output = shell.run("plan", "-m", SFT, "seed=1,2", "--yaml")
+        output = shell.run("plan", "-m", SFT, "seed=1,2", "--format", "yaml")
         plans = list(yaml.safe_load_all(output))
         assert [plan["seed"] for plan in plans] == [1, 2]
         assert [plan["run_dir"] for plan in plans] == ["runs/quickstart_sft-0", "runs/quickstart_sft-1"]
         assert files_of(shell.cwd) == before
 
     def test_a_failing_job_stops_the_sweep_with_its_error(self, shell):
-        output = shell.run("plan", SFT, "-m", "seed=1,-2,3", "--yaml", code=2)
+        output = shell.run("plan", SFT, "-m", "seed=1,-2,3", "--format", "yaml", code=2)
         plans, _, error = output.partition("rlrecipes: ")
         assert [plan["seed"] for plan in yaml.safe_load_all(plans)] == [1]
         check_refusal("rlrecipes: " + error)
@@ -387,8 +435,7 @@ class TestRefusedWhenInputsAreRead:
         assert "bad.jsonl:1: not JSON" in output
 
     def test_a_checkpoint_that_is_not_there(self, warm, shell, recipe):
-        left = frozenset({"runs", "runs/run", "runs/run/.lock"})
-        assert "no checkpoint" in self.refuse(warm, shell, "train", *recipe, "resume=required", left=left)
+        assert "holds no checkpoint" in self.refuse(warm, shell, "train", *recipe, "resume=required")
 
     def test_a_directory_that_another_process_uses(self, warm, shell, recipe):
         write(shell, "runs/run/.lock", "")

@@ -95,7 +95,8 @@ def compute_disk_bytes(config: RunConfig, shapes: ModelShapes) -> int:
     num_saves = math.ceil(schedule.num_steps / schedule.save_interval)
     num_new = max(0, min(num_saves, schedule.num_kept_checkpoints + 1) - len(_list_checkpoints(config)))
     num_copies = schedule.should_export_hf + 2 * (config.weight_sync.transport == "disk" and algo is not None)
-    return checkpoint * num_new + weights * (num_copies + (config.model.path is None))
+    is_random = config.model.path is None and config.model.alphabet is not None
+    return checkpoint * num_new + weights * (num_copies + is_random)
 
 
 @fact_rule("cluster.disk_bytes", fix="free space, name another runs_dir, or lower schedule.num_kept_checkpoints")
