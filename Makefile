@@ -32,7 +32,7 @@ test-gpu: $(STAMP) ## what needs a GPU
 	$(BIN)/pytest -m gpu tests/gpu
 
 coverage: $(STAMP) ## every line and branch of algos and batching is reached by their own tests
-	$(BIN)/coverage run -m pytest -q tests/unit/algos tests/unit/batching tests/numerics/test_golden.py \
+	$(BIN)/coverage run -m pytest -q --hypothesis-seed=0 tests/unit/algos tests/unit/batching tests/numerics/test_golden.py \
 	  --ignore tests/unit/algos/test_algorithms_page.py
 	$(BIN)/coverage report
 

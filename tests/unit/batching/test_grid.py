@@ -209,3 +209,18 @@ def test_unpacking_refuses_what_is_not_the_whole_grid(change):
     rows = {"short array": [0, 1], "missing rank": [0], "rank twice": [0, 0, 1]}[change]
     with pytest.raises(ContractError, match=r"unpack_tokens"):
         unpack_tokens([grid[row] for row in rows], [arrays[row] for row in rows], 2)
+
+
+def test_there_are_as_many_micro_batches_as_must_be_when_none_can_be_full():
+    grid = build_grid(samples_of([6, 6, 6]), num_ranks=1, max_tokens=10)
+    assert [len(row) for row in grid] == [3]  # 18 tokens would go into two of 10, three samples of 6 do not
+
+
+def test_a_sample_takes_the_place_that_its_padding_will_need():
+    samples = samples_of([5, 5])
+    for max_tokens, num_micro_batches in ((15, 2), (16, 1)):
+        (row,) = build_grid(samples, num_ranks=1, max_tokens=max_tokens, sample_multiple=4)
+        assert len(row) == num_micro_batches
+    assert len(build_grid(samples, num_ranks=1, max_tokens=15)[0]) == 1
+    with pytest.raises(ContractError, match="5 tokens"):
+        build_grid(samples, num_ranks=1, max_tokens=7, sample_multiple=4)
