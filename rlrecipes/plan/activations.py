@@ -48,6 +48,18 @@ def compute_layer_activations(
     )
 
 
+def compute_widest_layer(shapes: ModelShapes, tensor_parallel_size: int) -> float:
+    """Numbers of one token in the widest layer of a model that only goes forward.
+
+    Args:
+        shapes: the model.
+        tensor_parallel_size: TP, without sequence parallelism.
+    """
+    kinds = {(is_linear_layer(shapes, layer), is_moe_layer(shapes, layer)) for layer in range(shapes.num_layers)}
+    tp = tensor_parallel_size
+    return max(_compute(shapes, tp, tp, False, (), kind, 1.0).whole for kind in kinds)
+
+
 def _selected(parallel: ParallelConfig) -> tuple[str, ...]:
     if parallel.recompute_granularity != "selective":
         return ()
@@ -114,11 +126,11 @@ def _delta_net(shapes: ModelShapes, tp: int) -> dict[str, float]:
 def _experts(shapes: ModelShapes, tp: int, etp: int, split: int, imbalance: float) -> dict[str, float]:
     """Tokens sent to experts (their input, hidden layer and activation), router scores in fp32, shared experts.
 
-    A rank's tokens times the experts of each arrive at a rank, as many as leave on the average; ETP gathers those of
-    its ranks.
+    On the average as many tokens arrive at a rank as leave it, each once for every expert it is sent to. The ranks of a
+    TP group hold different tokens (Megatron asks for sequence parallelism there), and ETP gathers those of its ranks.
     """
     width, hidden = shapes.hidden_size, shapes.moe_ffn_hidden_size or 0
-    arriving = (shapes.moe_router_topk or 0) / split * etp * imbalance
+    arriving = (shapes.moe_router_topk or 0) * etp / tp * imbalance
     router = 4 * (shapes.num_moe_experts or 0) / split
     shared = 3 * (shapes.moe_shared_expert_intermediate_size or 0) / tp
     return {

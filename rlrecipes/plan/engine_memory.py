@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlrecipes.config.schema import ModelShapes
+from rlrecipes.plan.activations import compute_widest_layer
 from rlrecipes.plan.engine_costs import compute_engine_kv_bytes, compute_engine_weight_bytes
 from rlrecipes.plan.memory_constants import MemoryConstants
 from rlrecipes.plan.memory_nodes import EngineRoomNode, Phase
@@ -13,8 +14,13 @@ from rlrecipes.plan.model_costs import compute_state_bytes
 from rlrecipes.plan.step_inputs import EngineGroup, StepInputs
 from rlrecipes.plan.trainer_memory import Parts
 
+_MIB = 1 << 20
 _DECODE_TOKENS = 2048
 """That SGLang reserves activations for at least; an engine that only decodes has no longer chunks."""
+_SIZES = ((20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
+"""Below so many GiB of a GPU: tokens of a prefill chunk, requests of the largest decode graph with TP below 4 and from
+4 on; SGLang 0.5.17's own table."""
+_LARGEST_SIZES = (16384, 512, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +75,8 @@ def compute_engine_memory(inputs: StepInputs, served: ServedEngines, constants: 
         "context": constants.cuda_context_bytes,
         "nccl": constants.nccl_group_bytes * (group.num_gpus > 1),
         "weights": weights,
-        "cuda_graphs": _compute_graph_bytes(group, constants),
-        "activations": _compute_chunk_tokens(group, constants) * constants.engine_activation_token_bytes,
+        "cuda_graphs": _count_graph_requests(inputs.gpu.memory_bytes, group) * constants.engine_graph_request_bytes,
+        "activations": _compute_activation_bytes(own, group, constants),
     }
     full = base | {"kv_cache": cache}
     is_released = group.placement == "colocated" and inputs.should_offload_engines
@@ -95,7 +101,7 @@ def _compute_room(
     per_token = compute_engine_kv_bytes(inputs, group) / group.pipeline_parallel_size
     split = group.tensor_parallel_size // group.attention_data_parallel_size * group.pipeline_parallel_size
     state = compute_state_bytes(inputs.shapes) / split
-    fraction = native.get("mem_fraction_static") or constants.engine_memory_fraction
+    fraction = native.get("mem_fraction_static") or compute_memory_fraction(inputs.gpu.memory_bytes, group)
     pool = max(0.0, fraction * inputs.gpu.memory_bytes - weights)
     limit = native.get("max_total_tokens")
     if limit is not None:
@@ -111,15 +117,45 @@ def _compute_room(
     return node, pool
 
 
-def _compute_graph_bytes(group: EngineGroup, constants: MemoryConstants) -> float:
+def compute_memory_fraction(gpu_bytes: int, group: EngineGroup) -> float:
+    """What SGLang takes of a GPU for weights and KV cache where a recipe does not say ``mem_fraction_static``.
+
+    Args:
+        gpu_bytes: of the GPU.
+        group: whose engine.
+
+    Source:
+        ``ServerArgs._handle_gpu_memory_settings`` of SGLang 0.5.17; without its rules for DP attention, draft models
+        and graphs of prefill.
+    """
+    reserved = 512 + 1.5 * _count_chunk_tokens(gpu_bytes, group) + group.num_gpus * 128
+    reserved += 2 * _count_graph_requests(gpu_bytes, group)
+    if gpu_bytes > 60 * 1024 * _MIB:
+        reserved = max(reserved, 10 * 1024)
+    return round(1 - reserved * _MIB / gpu_bytes, 3)
+
+
+def _find_sizes(gpu_bytes: int, group: EngineGroup) -> tuple[int, int]:
+    """Tokens of a prefill chunk and requests of the largest graph, SGLang's choice."""
+    row = next((row[1:] for row in _SIZES if gpu_bytes < row[0] * 1024 * _MIB), _LARGEST_SIZES)
+    return row[0], row[1 if group.tensor_parallel_size < 4 else 2]
+
+
+def _count_graph_requests(gpu_bytes: int, group: EngineGroup) -> int:
     if group.native.get("disable_cuda_graph") or group.worker_type == "prefill":
-        return 0.0
-    requests = group.native.get("cuda_graph_max_bs") or constants.engine_graph_requests
-    return float(requests * constants.engine_graph_bytes_per_request)
+        return 0
+    return int(group.native.get("cuda_graph_max_bs") or _find_sizes(gpu_bytes, group)[1])
 
 
-def _compute_chunk_tokens(group: EngineGroup, constants: MemoryConstants) -> float:
+def _count_chunk_tokens(gpu_bytes: int, group: EngineGroup) -> int:
     if group.worker_type == "decode":
         return _DECODE_TOKENS
-    chunk = group.native.get("chunked_prefill_size") or constants.engine_prefill_tokens
-    return max(float(chunk), _DECODE_TOKENS)
+    chunk = group.native.get("chunked_prefill_size") or _find_sizes(gpu_bytes, group)[0]
+    return max(int(chunk), _DECODE_TOKENS)
+
+
+def _compute_activation_bytes(inputs: StepInputs, group: EngineGroup, constants: MemoryConstants) -> float:
+    """A prefill chunk in its widest layer; logits are of the last token of each request alone."""
+    tokens = _count_chunk_tokens(inputs.gpu.memory_bytes, group)
+    width = compute_widest_layer(inputs.shapes, group.tensor_parallel_size)
+    return tokens * width * inputs.dtype_bytes * (1 + constants.activation_overhead_fraction)

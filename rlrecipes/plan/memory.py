@@ -23,6 +23,8 @@ from rlrecipes.plan.step_inputs import StepInputs, build_engine_group
 from rlrecipes.plan.trainer_memory import StageMemory, compute_stage_memory
 
 _GIB = 1 << 30
+_POOL = ("engine.weights", "engine.kv_cache")
+_TOKENS = "parallel.max_tokens_per_micro_batch"
 _FULL_RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -187,38 +189,55 @@ def find_memory_problems(
 def _find_fix(
     inputs: StepInputs, constants: MemoryConstants, role: GpuRoleNode, served: Sequence[ServedEngines] | None
 ) -> tuple[str, str]:
-    """Where to change what, the cheapest change that was found to be enough first."""
-    if role.stage is None:
-        where = f"{_group_path(role.name)}.gpus_per_engine"
-        return where, "raise it, or lower sglang.mem_fraction_static, chunked_prefill_size or cuda_graph_max_bs"
-    for where, fix, tried in _iter_changes(inputs):
-        changed = compute_memory(tried, constants, served)
-        name = role.name.split("+")[0]
-        if all(one.peak_bytes <= changed.usable_bytes for one in changed.roles if one.name.split("+")[0] == name):
-            return where, fix
+    """Where to change what; of the changes that were found to be enough the one that costs least time."""
+    engines = role.name.split("+")[-1]
+    if role.stage is None or role.fullest_phase == "rollout":
+        others = sum(value for name, value in role.parts[role.fullest_phase].items() if name not in _POOL)
+        room = inputs.gpu.memory_bytes * (1 - constants.headroom_fraction) - others
+        fraction = int(1000 * room / inputs.gpu.memory_bytes) / 1000
+        if fraction > role.parts[role.fullest_phase].get("engine.weights", 0) / inputs.gpu.memory_bytes:
+            where = f"{_group_path(engines)}.sglang.mem_fraction_static"
+            return where, f"set it to {fraction} or less"
+        if role.stage is None:
+            return f"{_group_path(engines)}.gpus_per_engine", "raise it: its weights alone leave no room"
+    least = -(-(inputs.max_prompt_tokens + inputs.max_new_tokens) // inputs.parallel.context_parallel_size)
+    now = inputs.parallel.max_tokens_per_micro_batch
+    options = [
+        (name, changes, compute_memory(tried, constants, served)) for name, changes, tried in _iter_changes(inputs)
+    ]
+    for enough in (now, max(least, now // 2), least):
+        for name, changes, memory in options:
+            if memory.max_tokens_per_micro_batch >= enough and _has_room_beside(memory, role):
+                tokens = {} if enough == now else {_TOKENS: memory.max_tokens_per_micro_batch}
+                return name or _TOKENS, "set " + " ".join(f"{key}={value}" for key, value in (changes | tokens).items())
     fix = "raise TP, PP or EP, use more nodes, or a GPU with more memory: recomputation and offloading are not enough"
     return "parallel", fix
 
 
-def _iter_changes(inputs: StepInputs) -> Iterator[tuple[str, str, StepInputs]]:
-    """Changes from the cheapest in time to the dearest, each with the inputs it leads to."""
-    parallel = inputs.parallel
+def _has_room_beside(memory: MemoryNode, role: GpuRoleNode) -> bool:
+    """Whether the phases that no micro-batch lengthens fit."""
+    phases = [phase for phase in PHASES if phase not in ("logprobs", "train")]
+    changed = next(one for one in memory.roles if one.name == role.name)
+    return all(changed.sum_phase(phase) <= memory.usable_bytes for phase in phases)
+
+
+def _iter_changes(inputs: StepInputs) -> Iterator[tuple[str, dict[str, str], StepInputs]]:
+    """Changes from the cheapest in time to the dearest: where, what, and the inputs each leads to; none at first."""
+    parallel, changes = inputs.parallel, dict[str, str]()
+    yield "", changes, inputs
     is_shared = any(group.placement == "colocated" for group in inputs.engine_groups)
     if is_shared and not (inputs.should_offload_engines and inputs.should_offload_trainer):
-        offloaded = replace(inputs, should_offload_engines=True, should_offload_trainer=True)
-        yield "topology", "set topology.should_offload_engines=true and topology.should_offload_trainer=true", offloaded
-        inputs = offloaded
-    longest = inputs.max_prompt_tokens + inputs.max_new_tokens
-    least = -(-longest // parallel.context_parallel_size)
-    for recompute in ({}, _FULL_RECOMPUTE):
-        for is_on_host in (parallel.optimizer_cpu_offload, True):
-            for tokens in (parallel.max_tokens_per_micro_batch, least):
-                update = {**recompute, "optimizer_cpu_offload": is_on_host, "max_tokens_per_micro_batch": tokens}
-                changed = {key: value for key, value in update.items() if getattr(parallel, key) != value}
-                if changed:
-                    told = " ".join(f"parallel.{key}={json.dumps(value)}" for key, value in changed.items())
-                    tried = replace(inputs, parallel=parallel.model_copy(update=changed))
-                    yield f"parallel.{next(iter(changed))}", f"set {told}", tried
+        inputs = replace(inputs, should_offload_engines=True, should_offload_trainer=True)
+        changes = {f"topology.{name}": "true" for name in ("should_offload_engines", "should_offload_trainer")}
+        yield "topology.should_offload_engines", changes, inputs
+    full = {f"parallel.{key}": json.dumps(value) for key, value in _FULL_RECOMPUTE.items() if value != ()}
+    host = {"parallel.optimizer_cpu_offload": "true"}
+    recomputed = parallel.model_copy(update=_FULL_RECOMPUTE)
+    hosted = {"optimizer_cpu_offload": True}
+    yield "parallel.recompute_granularity", changes | full, replace(inputs, parallel=recomputed)
+    where = "parallel.optimizer_cpu_offload"
+    yield where, changes | host, replace(inputs, parallel=parallel.model_copy(update=hosted))
+    yield where, changes | full | host, replace(inputs, parallel=recomputed.model_copy(update=hosted))
 
 
 def _group_path(name: str) -> str:

@@ -16,10 +16,6 @@ class MemoryConstants:
     activation_overhead_fraction: float
     expert_imbalance_fraction: float
     offloaded_trainer_bytes: float
-    engine_memory_fraction: float
-    engine_activation_token_bytes: float
-    engine_graph_bytes_per_request: float
-    engine_graph_requests: float
-    engine_prefill_tokens: float
+    engine_graph_request_bytes: float
     released_engine_bytes: float
     headroom_fraction: float

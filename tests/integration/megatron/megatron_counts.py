@@ -101,6 +101,7 @@ def _measure_state(config: Any, chunks: list[Any]) -> dict[str, int]:
             optimizer="adam", lr=1.0, use_distributed_optimizer=True, bf16=config.bf16, params_dtype=config.params_dtype
         ),
         ddp,
+        use_gloo_process_groups=False,
     )
     state = 0
     for inner in optimizer.chained_optimizers:

@@ -10,6 +10,7 @@ from rank_group import RankGroup
 
 from rlrecipes.config.schema import ModelShapes, ParallelConfig
 from rlrecipes.plan.parameters import compute_rank_parameters
+from rlrecipes.plan.trainer_memory import compute_gradient_bytes, compute_optimizer_bytes
 
 DENSE: dict[str, Any] = {
     "num_layers": 4,
@@ -151,3 +152,27 @@ def test_parameters_of_every_rank(model: str, ranks: RankGroup) -> None:
         for rank in built:
             stage = expected[rank["stage"]]
             assert (rank["dense"], rank["experts"]) == (stage.dense, stage.experts), (name, rank)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_bytes_of_the_distributed_optimizer(model: str, ranks: RankGroup) -> None:
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 768, "vocab_size": 1024, "moe_ffn_hidden_size": 192}
+    wide = {name: size for name, size in sizes.items() if name in MODELS[model]}
+    shapes = ModelShapes(**MODELS[model] | wide)
+    layouts = list_layouts(shapes)
+    cases = [(shapes, parallel, True) for parallel in layouts.values()]
+    found = ranks.run(1, count_on_every_rank, cases)[0]
+    for (name, parallel), built in zip(layouts.items(), found, strict=True):
+        expected = compute_rank_parameters(shapes, parallel)
+        for rank in built:
+            counts = expected[rank["stage"]]
+            assert rank["weight_bytes"] == 2 * counts.total, name
+            # Buffers are padded so that every rank's part is aligned.
+            assert rank["gradient_bytes"] == pytest.approx(
+                counts.total * compute_gradient_bytes(parallel, 2), rel=0.01
+            ), name
+        for stage, counts in enumerate(expected):
+            # Megatron cuts a buffer into equal parts, and one parameter can lie in two.
+            held = [rank["optimizer_bytes"] for rank in built if rank["stage"] == stage]
+            mean = sum(held) / len(held)
+            assert mean == pytest.approx(compute_optimizer_bytes(counts, parallel, 2), rel=0.01), (name, stage)
