@@ -340,10 +340,14 @@ def find_shape_problems(shapes: ModelShapes) -> list[Problem]:
     return problems
 
 
-TRAINABLE_FAMILIES = ("llama", "qwen2", "qwen3")
+TRAINABLE_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _UNTRAINABLE = {
     "use_rope_scaling": "scaled rotary embeddings",
-    "num_moe_experts": "experts",
+    "first_dense_layers": "dense layers before those with experts",
+    "moe_shared_expert_intermediate_size": "shared experts",
+    "moe_router_enable_expert_bias": "a bias of the router",
+    "moe_router_num_groups": "groups of experts",
+    "moe_router_topk_scaling_factor": "scaled expert weights",
     "multi_latent_attention": "latent attention",
     "linear_attention_freq": "gated delta nets",
     "attention_output_gate": "attention's output gate",
@@ -362,6 +366,8 @@ def find_untrainable(family: str, shapes: ModelShapes) -> str | None:
         shapes: its facts.
     """
     traits = [trait for name, trait in _UNTRAINABLE.items() if getattr(shapes, name)]
+    if shapes.moe_router_score_function != "softmax":
+        traits.append("sigmoid scores of experts")
     if shapes.rope_type != "rope":
         traits.append("YaRN")
     if shapes.rotary_percent != 1:

@@ -52,6 +52,10 @@ MEGATRON_OWNED: Owned = {
             "kv_channels",
             "qk_layernorm",
             "add_qkv_bias",
+            "num_moe_experts",
+            "moe_ffn_hidden_size",
+            "moe_router_topk",
+            "moe_router_pre_softmax",
         )
     },
     "layernorm_epsilon": "set model.shapes.norm_epsilon",
@@ -78,6 +82,8 @@ MEGATRON_OWNED: Owned = {
         (
             "variable_seq_lengths",
             "moe_token_dispatcher_type",
+            "moe_router_load_balancing_type",
+            "moe_grouped_gemm",
             "calculate_per_token_loss",
             "overlap_p2p_comm",
             "batch_p2p_comm",

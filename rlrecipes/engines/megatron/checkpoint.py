@@ -143,16 +143,28 @@ def run_load_checkpoint(
 def _restore(model: TrainedModel, state: dict[str, Any]) -> None:
     for number, chunk in enumerate(model.chunks):
         chunk.load_state_dict(state["model"][str(number)])
-    _restore_optimizer(model.optimizer, state["optimizer"])
-    model.resume(int(state["num_train_steps"]))
+    num_train_steps = int(state["num_train_steps"])
+    _restore_optimizer(model.optimizer, state["optimizer"], num_train_steps)
+    model.resume(num_train_steps)
 
 
-def _restore_optimizer(optimizer: ChainedOptimizer, state: dict[str, Any]) -> None:
-    """Take moments and step; the groups' learning rate and the like stay those of the running recipe."""
-    step = state["optimizer"]["param_groups"][0]["step"]
-    own = optimizer.chained_optimizers[0].state_dict()["optimizer"]["param_groups"]
-    state["optimizer"]["param_groups"] = [{**group, "step": step} for group in own]
-    optimizer.load_state_dict(state)
+def _restore_optimizer(optimizer: ChainedOptimizer, state: dict[Any, Any], step: int) -> None:
+    """Take moments and weights; the groups' learning rate and the like stay those of the running recipe.
+
+    Layouts differ in how many optimizers are chained: experts have one of their own where their replicas are fewer. So
+    nothing is taken but tensors, and the step from the schedule, which counts the same.
+    """
+    inners = optimizer.chained_optimizers
+    restored = []
+    for part, inner in zip(
+        [state] if len(inners) == 1 else [state[n] for n in range(len(inners))], inners, strict=True
+    ):
+        own = inner.state_dict()
+        for group in own["optimizer"]["param_groups"]:
+            group["step"] = step
+        sharding = {"param_state_sharding_type": _METADATA["distrib_optim_sharding_type"]}
+        restored.append({**own, "param_state": part["param_state"], **sharding})
+    optimizer.load_state_dict(restored[0] if len(inners) == 1 else dict(enumerate(restored)))
     for inner in optimizer.chained_optimizers:
         for entry in inner.optimizer.state.values():
             # Loading gives all parameters one step tensor, which AdamW would then advance once per parameter.

@@ -15,7 +15,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from rlrecipes.config.schema import OptimConfig
+from rlrecipes.config.schema import ModelShapes, OptimConfig
 from rlrecipes.errors import ConfigError, Problem
 from rlrecipes.plan.native import MEGATRON_OWNED
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
@@ -57,6 +57,19 @@ def _architecture_fields(model: ModelNode) -> dict[str, Any]:
     }
 
 
+def _expert_fields(shapes: ModelShapes) -> dict[str, Any]:
+    if shapes.num_moe_experts is None:
+        return {}
+    return {
+        "num_moe_experts": shapes.num_moe_experts,
+        "moe_ffn_hidden_size": shapes.moe_ffn_hidden_size,
+        "moe_router_topk": shapes.moe_router_topk,
+        "moe_router_pre_softmax": shapes.moe_router_pre_softmax,
+        "moe_router_load_balancing_type": "none",  # the loss is the objective's alone
+        "moe_grouped_gemm": False,  # every expert is a module, on CPU as on a GPU
+    }
+
+
 def _parallel_fields(trainer: TrainerNode) -> dict[str, Any]:
     is_interleaved = trainer.num_model_chunks > 1
     return {
@@ -64,6 +77,8 @@ def _parallel_fields(trainer: TrainerNode) -> dict[str, Any]:
         "pipeline_model_parallel_size": trainer.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": to_megatron_num_chunks(trainer),
         "context_parallel_size": trainer.context_parallel_size,
+        "expert_model_parallel_size": trainer.expert_model_parallel_size,
+        "expert_tensor_parallel_size": trainer.expert_tensor_parallel_size,
         "sequence_parallel": trainer.sequence_parallel,
         "recompute_granularity": trainer.recompute_granularity,
         "recompute_method": trainer.recompute_method,
@@ -167,7 +182,7 @@ def build_transformer_config(model: ModelNode, trainer: TrainerNode) -> Transfor
         ConfigError: a native option is unknown, belongs to another section, or Megatron refuses the combination.
     """
     check_native(trainer.megatron)
-    taken = _architecture_fields(model) | _parallel_fields(trainer)
+    taken = _architecture_fields(model) | _expert_fields(model.shapes) | _parallel_fields(trainer)
     return _build(TransformerConfig, trainer, taken, _default_fields(trainer))
 
 

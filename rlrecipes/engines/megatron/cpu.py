@@ -41,6 +41,10 @@ class NullStream:
     def record(self, *args: Any) -> None:
         """Nothing to record."""
 
+    def record_event(self, *args: Any) -> NullStream:
+        """Something to wait for, which is nothing."""
+        return self
+
     def wait(self, *args: Any) -> None:
         """Nothing to wait for."""
 
@@ -111,6 +115,7 @@ def _patch_tensor_methods() -> None:
 def _patch_megatron() -> None:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import random as tracker
+    from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     from rlrecipes.engines.megatron.attention import apply_packed_rope
@@ -121,6 +126,10 @@ def _patch_megatron() -> None:
     tracker._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     # The local norm refuses sequence parallelism, and the block's final norm is hard-coded to it.
     WrappedTorchNorm.__new__ = build_rms_norm
+    # All-to-all wants its sizes as numbers; only tensors on a GPU were turned into some.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
     # The fused kernel comes with Transformer Engine; the unfused one walks the samples in Python, layer by layer.
     rope_utils.fused_apply_rotary_pos_emb_thd = apply_packed_rope
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlrecipes.config.schema import ModelShapes
 from rlrecipes.engines.megatron.hf_directory import (
     create_partial,
     publish,
@@ -22,7 +23,12 @@ from rlrecipes.engines.megatron.hf_directory import (
 from rlrecipes.plan.nodes import ModelNode
 
 _STD = 0.02
-_ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
 
 def to_hf_config(model: ModelNode) -> dict[str, Any]:
@@ -52,6 +58,22 @@ def to_hf_config(model: ModelNode) -> dict[str, Any]:
         "pad_token_id": None,
         "dtype": model.dtype,
         "use_cache": True,
+        **_to_hf_experts(shapes),
+    }
+
+
+def _to_hf_experts(shapes: ModelShapes) -> dict[str, Any]:
+    if shapes.num_moe_experts is None:
+        return {}
+    return {
+        "num_experts": shapes.num_moe_experts,
+        "num_experts_per_tok": shapes.moe_router_topk,
+        "moe_intermediate_size": shapes.moe_ffn_hidden_size,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.0,
     }
 
 
@@ -66,15 +88,28 @@ def iter_random_tensors(model: ModelNode) -> Iterator[tuple[str, Tensor]]:
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     dtype = getattr(torch, model.dtype)
-    for name, parameter in hf.named_parameters():  # a tied output layer is no parameter of its own
+    for name, shape in _iter_hf_shapes(hf):
         if name.endswith("norm.weight"):
-            yield name, torch.ones(parameter.shape, dtype=dtype)
+            yield name, torch.ones(shape, dtype=dtype)
         elif name.endswith(".bias"):
-            yield name, torch.zeros(parameter.shape, dtype=dtype)
+            yield name, torch.zeros(shape, dtype=dtype)
         else:
             # torch's CPU generator looks at 32 bits of its seed alone.
             generator = torch.Generator().manual_seed(zlib.crc32(f"{model.init_seed} {name}".encode()))
-            yield name, (torch.randn(parameter.shape, generator=generator) * _STD).to(dtype)
+            yield name, (torch.randn(shape, generator=generator) * _STD).to(dtype)
+
+
+def _iter_hf_shapes(hf: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Tensors as they stand in files: transformers holds all experts of a layer as one, and writes them one by one."""
+    for name, parameter in hf.named_parameters():  # a tied output layer is no parameter of its own
+        experts, _, fused = name.rpartition(".")
+        if not experts.endswith(".experts"):
+            yield name, tuple(parameter.shape)
+            continue
+        num_experts, rows, columns = parameter.shape
+        parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
+        for expert in range(num_experts):
+            yield from ((f"{experts}.{expert}.{part}.weight", (rows // len(parts), columns)) for part in parts)
 
 
 def run_write_random_model(model: ModelNode, path: Path) -> None:

@@ -49,9 +49,11 @@ def build_model(model: ModelNode, trainer: TrainerNode, config: TransformerConfi
 def _build_chunk(model: ModelNode, trainer: TrainerNode, config: TransformerConfig, stage: int | None) -> GPTModel:
     shapes = model.shapes
     if has_transformer_engine(trainer):
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shapes.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(shapes.num_moe_experts, qk_layernorm=shapes.qk_layernorm)
     else:
-        spec = get_gpt_layer_local_spec(qk_layernorm=shapes.qk_layernorm, normalization="RMSNorm")
+        spec = get_gpt_layer_local_spec(
+            shapes.num_moe_experts, qk_layernorm=shapes.qk_layernorm, normalization="RMSNorm"
+        )
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
     gpt = GPTModel(
         config=config,

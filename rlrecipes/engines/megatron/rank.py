@@ -110,6 +110,8 @@ class TrainerRank:
             pipeline_model_parallel_size=self._trainer.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=to_megatron_num_chunks(self._trainer),
             context_parallel_size=self._trainer.context_parallel_size,
+            expert_model_parallel_size=self._trainer.expert_model_parallel_size,
+            expert_tensor_parallel_size=self._trainer.expert_tensor_parallel_size,
             distributed_timeout_minutes=max(1, int(_COLLECTIVE_TIMEOUT_S // 60)),
         )
 
@@ -125,11 +127,12 @@ class TrainerRank:
     @property
     def is_weight_source(self) -> bool:
         """Whether weights leave from here: rank 0 of TP, CP and DP of each pipeline stage."""
-        return self._is_first_replica and parallel_state.get_tensor_model_parallel_rank() == 0
+        is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        return bool(is_first_replica and parallel_state.get_tensor_model_parallel_rank() == 0)
 
     @property
-    def _is_first_replica(self) -> bool:
-        return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
+    def _is_gathering(self) -> bool:
+        return any(dist.get_rank() in ranks for ranks in self._trainer.weight_sources)
 
     @property
     def _is_last_stage(self) -> bool:
@@ -165,7 +168,7 @@ class TrainerRank:
     def iter_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Whole HF tensors this pipeline stage owns, each once; see ``WeightMap.iter_hf_tensors``.
 
-        Every TP rank of a stage must iterate to the end, and each gets the tensors.
+        Every rank of ``trainer.weight_sources`` must iterate to the end, and each gets the tensors.
         """
         return self._weights.iter_hf_tensors()
 
@@ -179,7 +182,7 @@ class TrainerRank:
         Raises:
             CheckpointError: it cannot be written; on every rank.
         """
-        tensors = self.iter_hf_tensors() if self._is_first_replica else iter(())
+        tensors = self.iter_hf_tensors() if self._is_gathering else iter(())
         run_export_hf(tensors, Path(path), Path(source_dir), self.is_weight_source)
 
     @contextmanager

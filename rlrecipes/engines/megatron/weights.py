@@ -1,7 +1,8 @@
 """HF weights and Megatron weights, both ways, by one table. Owns names, order and slices; refuses numerics.
 
-A row of :data:`TABLE` pairs a Megatron parameter with the HF tensors it is made of and says how. ``{}`` stands for the
-layer, counted over the whole model. Three families differ only in which rows their models have.
+A row of :data:`TABLE` pairs a Megatron parameter with the HF tensors it is made of and says how. ``{layer}`` stands for
+the layer, counted over the whole model, and ``{expert}`` for the expert. Families differ only in which rows their
+models have.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -46,7 +48,7 @@ class Row:
 
 
 def _layer(hf: tuple[str, ...], megatron: tuple[str, ...], kind: str) -> Row:
-    prefixed = tuple(f"model.layers.{{}}.{name}" for name in hf)
+    prefixed = tuple(f"model.layers.{{layer}}.{name}" for name in hf)
     return Row(prefixed, tuple(f"decoder.layers.{{}}.{name}" for name in megatron), kind)
 
 
@@ -71,10 +73,18 @@ TABLE = (
     ),
     _layer(("mlp.gate_proj.weight", "mlp.up_proj.weight"), ("mlp.linear_fc1.weight",), "gate_up"),
     _layer(("mlp.down_proj.weight",), ("mlp.linear_fc2.weight",), "columns"),
+    _layer(("mlp.gate.weight",), ("mlp.router.weight",), "replicated"),
+    _layer(
+        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+        ("mlp.experts.local_experts.{}.linear_fc1.weight",),
+        "gate_up",
+    ),
+    _layer(("mlp.experts.{expert}.down_proj.weight",), ("mlp.experts.local_experts.{}.linear_fc2.weight",), "columns"),
     Row(("model.norm.weight",), ("decoder.final_layernorm.weight",), "replicated"),
     Row(("lm_head.weight",), ("output_layer.weight",), "vocabulary"),
 )
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 _ROWS_BY_NAME = {name: row for row in TABLE for name in row.megatron}
 
 Read = Callable[[str, int, slice, int], Tensor]
@@ -138,6 +148,32 @@ class HfReader:
         return DataError(f"model.path={self._path}", problem, "give an HF directory of this family and these shapes")
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A parameter of this rank that an HF model has.
+
+    Attributes:
+        row: how it stands there.
+        layer: counted over the whole model; None outside layers.
+        expert: counted over this rank; None outside experts.
+        parameter: its part of this rank.
+    """
+
+    row: Row
+    layer: int | None
+    expert: int | None
+    parameter: torch.nn.Parameter
+
+
+def _gather(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """A tensor's value on every rank of a group."""
+    if group.size() == 1:
+        return [local]
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    return parts
+
+
 class WeightMap:
     """The table, applied to this rank's part of a model.
 
@@ -156,23 +192,38 @@ class WeightMap:
         elsewhere: frozenset[str] = frozenset(),
     ) -> None:
         self._chunks, self._shapes, self._group, self._elsewhere = chunks, shapes, group, elsewhere
-        self._rank, self._size = group.rank(), group.size()
 
     @cached_property
-    def _entries(self) -> list[tuple[Row, tuple[str, ...], torch.nn.Parameter]]:
-        """(row, HF names, parameter) of every parameter of this rank that an HF model has."""
+    def _entries(self) -> list[_Entry]:
         return [entry for chunk in self._chunks for entry in self._list_entries(chunk)]
 
-    def _list_entries(self, chunk: GPTModel) -> Iterator[tuple[Row, tuple[str, ...], torch.nn.Parameter]]:
+    def _list_entries(self, chunk: GPTModel) -> Iterator[_Entry]:
         for name, parameter in chunk.named_parameters():
             if name in self._elsewhere:
                 continue
-            match = _LAYER.match(name)
-            row = _ROWS_BY_NAME[_LAYER.sub("decoder.layers.{}.", name)]
+            layer, expert = _LAYER.match(name), _EXPERT.search(name)
+            generic = _EXPERT.sub(".local_experts.{}.", _LAYER.sub("decoder.layers.{}.", name))
+            row = _ROWS_BY_NAME[generic]
             if row.megatron[0] == "output_layer.weight" and not self._shapes.untie_embeddings_and_output_weights:
                 row = EMBEDDING  # a last stage's copy of the tied embedding
-            layer = chunk.decoder.layers[int(match[1])].layer_number - 1 if match else None
-            yield row, tuple(hf.format(layer) for hf in row.hf), parameter
+            yield _Entry(
+                row,
+                chunk.decoder.layers[int(layer[1])].layer_number - 1 if layer else None,
+                int(expert[1]) if expert else None,
+                parameter,
+            )
+
+    def _name(self, entry: _Entry, ep_rank: int) -> list[str]:
+        """HF names of a parameter; of an expert, as that EP rank counts it."""
+        expert = None
+        if entry.expert is not None and self._shapes.num_moe_experts is not None:
+            num_local = self._shapes.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+            expert = ep_rank * num_local + entry.expert
+        return [hf.format(layer=entry.layer, expert=expert) for hf in entry.row.hf]
+
+    def _group_of(self, entry: _Entry) -> dist.ProcessGroup:
+        """The ranks over which one tensor is split."""
+        return self._group if entry.expert is None else parallel_state.get_expert_tensor_parallel_group()
 
     @torch.no_grad()
     def run_load(self, read: Read) -> None:
@@ -184,8 +235,9 @@ class WeightMap:
         Raises:
             DataError: a tensor is missing or has another shape.
         """
-        for row, names, parameter in self._entries:
-            value = self._to_megatron(row.kind, names, parameter, read)
+        for entry in self._entries:
+            names, parameter = self._name(entry, parallel_state.get_expert_model_parallel_rank()), entry.parameter
+            value = self._to_megatron(entry.row.kind, names, parameter, self._group_of(entry), read)
             if value.shape[1:] != parameter.shape[1:]:
                 raise DataError(
                     f"model.path: {names[0]}",
@@ -197,46 +249,58 @@ class WeightMap:
 
     @torch.no_grad()
     def iter_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole HF tensors this pipeline stage owns, each once, gathered over TP.
+        """Whole HF tensors this pipeline stage owns, each once, gathered over TP, experts over EP and ETP.
 
-        Every rank of the TP group must iterate to the end, and each gets every tensor. A tied embedding comes from the
+        Every rank of these groups must iterate to the end, and each gets every tensor. A tied embedding comes from the
         first stage alone.
 
         Yields:
             (HF name, tensor in the model's dtype on its device).
         """
-        for row, names, parameter in self._entries:
-            if row is EMBEDDING and not self._chunks[0].pre_process:
+        for entry in self._entries:
+            if entry.row is EMBEDDING and not self._chunks[0].pre_process:
                 continue
-            local = parameter.detach()
-            parts = [local]
-            if row.kind != "replicated" and self._size > 1:
-                parts = [torch.empty_like(local) for _ in range(self._size)]
-                dist.all_gather(parts, local.contiguous(), group=self._group)
-            yield from zip(names, self._to_hf(row.kind, parts), strict=True)
+            local = entry.parameter.detach()
+            if entry.expert is not None:
+                yield from self._gather_experts(entry, local)
+                continue
+            parts = _gather(local, self._group) if entry.row.kind != "replicated" else [local]
+            yield from zip(self._name(entry, 0), self._to_hf(entry.row.kind, parts), strict=True)
 
-    def _to_megatron(self, kind: str, names: tuple[str, ...], parameter: Tensor, read: Read) -> Tensor:
+    def _gather_experts(self, entry: _Entry, local: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The experts that stand in one place of each EP rank."""
+        parts = _gather(local, parallel_state.get_expert_tensor_and_model_parallel_group())
+        etp = self._group_of(entry).size()
+        for ep_rank in range(len(parts) // etp):
+            own = parts[ep_rank * etp : (ep_rank + 1) * etp]
+            yield from zip(self._name(entry, ep_rank), self._to_hf(entry.row.kind, own), strict=True)
+
+    def _to_megatron(
+        self, kind: str, names: list[str], parameter: Tensor, group: dist.ProcessGroup, read: Read
+    ) -> Tensor:
         """This rank's value of a parameter; without the rows that only pad the vocabulary."""
+        rank, size = group.rank(), group.size()
+
+        def share(local_size: int) -> tuple[slice, int]:
+            """Where this rank's equal share lies, and the size of the whole."""
+            return slice(rank * local_size, (rank + 1) * local_size), size * local_size
+
         if kind == "replicated":
             return read(names[0], 0, slice(None), len(parameter))
         if kind == "columns":
-            return read(names[0], 1, *self._share(parameter.shape[1]))
+            return read(names[0], 1, *share(parameter.shape[1]))
         if kind == "vocabulary":
-            size = self._shapes.vocab_size
-            start, end = (min(rank * len(parameter), size) for rank in (self._rank, self._rank + 1))
-            return read(names[0], 0, slice(start, end), size)
+            rows = self._shapes.vocab_size
+            start, end = (min(at * len(parameter), rows) for at in (rank, rank + 1))
+            return read(names[0], 0, slice(start, end), rows)
         if kind == "gate_up":
-            return torch.cat([read(name, 0, *self._share(len(parameter) // 2)) for name in names])
-        groups = self._shapes.num_query_groups // self._size
+            return torch.cat([read(name, 0, *share(len(parameter) // 2)) for name in names])
+        groups = self._shapes.num_query_groups // size
         parts = []
         for name, rows in zip(names, self._rows_per_group(), strict=True):
-            part = read(name, 0, *self._share(groups * rows))
+            part = read(name, 0, *share(groups * rows))
             parts.append(part.view(groups, rows, *part.shape[1:]))
         return torch.cat(parts, 1).flatten(0, 1)
-
-    def _share(self, local_size: int) -> tuple[slice, int]:
-        """Where this rank's equal share lies, and the size of the whole."""
-        return slice(self._rank * local_size, (self._rank + 1) * local_size), self._size * local_size
 
     def _to_hf(self, kind: str, parts: list[Tensor]) -> list[Tensor]:
         """HF tensors of a parameter, from its value on every TP rank."""

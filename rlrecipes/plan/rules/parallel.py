@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from rlrecipes.config.schema import RunConfig
 from rlrecipes.plan.rules.rule import Found, rule
 from rlrecipes.suggest import did_you_mean
 
-_UNBUILT: dict[str, tuple[Any, ...]] = {
-    "expert_model_parallel_size": (1,),
-    "expert_tensor_parallel_size": (None, 1),
-}
 _DENSE_RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
 
 
-@rule(*(f"parallel.{name}" for name in _UNBUILT), fix="use the value that leaves it out")
-def layout_is_built(config: RunConfig) -> Iterator[Found]:
-    """The schema has Megatron's whole layout; what the trainer cannot do yet is refused, not passed over."""
-    for name, neutral in _UNBUILT.items():
-        if getattr(config.parallel, name) not in neutral:
-            yield Found(f"parallel.{name}", "is not offered by the trainer yet", f"use {neutral[0]}")
+@rule("parallel.expert_tensor_parallel_size", fix="use 1")
+def experts_are_whole_on_cpu(config: RunConfig) -> Iterator[Found]:
+    """Ranks that split an expert gather unequal numbers of tokens, which gloo cannot."""
+    parallel = config.parallel
+    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    if config.topology.device == "cpu" and parallel.expert_model_parallel_size > 1 and etp > 1:
+        problem = f"is {etp}: on CPU, experts that are spread over ranks cannot be split as well"
+        yield Found("parallel.expert_tensor_parallel_size", problem)
 
 
 @rule("parallel.sequence_parallel", fix="raise TP or set it false")
@@ -87,7 +84,7 @@ def recomputed_modules_exist(config: RunConfig) -> Iterator[Found]:
 
 
 RULES = (
-    layout_is_built,
+    experts_are_whole_on_cpu,
     sequence_parallel_has_tp,
     model_chunks_have_a_pipeline,
     offload_has_somewhere_to_go,

@@ -32,6 +32,8 @@ class Layout:
     sp: bool = False
     cp: int = 1
     vpp: int | None = None
+    ep: int = 1
+    etp: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -107,8 +109,8 @@ def build_trainer_node(layout: Layout, *, needs_reference: bool = False, **chang
         "virtual_pipeline_model_parallel_size": layout.vpp,
         "context_parallel_size": layout.cp,
         "data_parallel_size": layout.dp,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": layout.tp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp or layout.tp,
         "sequence_parallel": layout.sp,
         "recompute_granularity": None,
         "recompute_method": None,

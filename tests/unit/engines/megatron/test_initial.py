@@ -63,6 +63,21 @@ def test_transformers_loads_what_is_written(family: str, is_tied: bool, tmp_path
     assert weights["model.embed_tokens.weight"].std() == pytest.approx(0.02, rel=0.2)
 
 
+def test_experts_are_written_one_by_one(tmp_path: Path) -> None:
+    dense = build_node("qwen3", is_tied=False)
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 12, "moe_router_topk": 2}
+    shapes = dense.shapes.model_copy(update=experts)
+    node = dense.model_copy(update={"family": "qwen3_moe", "shapes": shapes})
+    run_write_random_model(node, tmp_path / "hf")
+    weights = read_weights(tmp_path / "hf")
+    gate, up = (weights[f"model.layers.1.mlp.experts.3.{name}_proj.weight"] for name in ("gate", "up"))
+    assert gate.shape == (12, 24) and not torch.equal(gate, up)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.config.norm_topk_prob and model.config.num_experts_per_tok == 2
+    torch.testing.assert_close(model.model.layers[1].mlp.experts.gate_up_proj[3], torch.cat([gate, up]), rtol=0, atol=0)
+
+
 def test_weights_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
     for name, node in {
         "first": build_node(),

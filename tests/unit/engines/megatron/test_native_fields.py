@@ -22,6 +22,8 @@ def test_what_the_trainer_sets_is_refused_and_what_it_defaults_is_not():
     trainer = plan.trainer.model_copy(update={"optimizer_cpu_offload": True})
     taken = configuration._architecture_fields(plan.model) | configuration._parallel_fields(trainer)
     taken |= configuration._optimizer_fields(trainer, plan.trainer.optim, torch.float32)
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 8, "moe_router_topk": 2}
+    taken |= configuration._expert_fields(plan.model.shapes.model_copy(update=experts))
     assert taken.keys() <= MEGATRON_OWNED.keys()
     groups = load_inventory("megatron").groups
     for group, defaults in {
