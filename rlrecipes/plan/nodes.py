@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -179,10 +180,11 @@ class TrainerNode(Section):
 
     @property
     def weight_sources(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that gather and send weights, stage by stage: the first data-parallel replica of each."""
+        """Ranks that gather weights, stage by stage, the first sends: a replica of all layers and of all experts."""
         tp = self.tensor_model_parallel_size
+        num_gathering = math.lcm(tp, self.expert_tensor_parallel_size * self.expert_model_parallel_size)
         starts = range(0, self.num_ranks, tp * self.context_parallel_size * self.data_parallel_size)
-        return tuple(tuple(range(start, start + tp)) for start in starts)
+        return tuple(tuple(range(start, start + num_gathering)) for start in starts)
 
 
 class ProcessNode(Section):
