@@ -23,6 +23,7 @@ VERBS = {
     "diff": "what two recipes, plans or runs say differently, and who said it",
     "explain": "what a key means, who set it, what depends on it",
     "search": "rank the layouts of a recipe on a cluster by predicted time; prints the best as overrides",
+    "calibrate": "fit the constants of the predictions to the metrics of runs",
 }
 _COMPLETION = ("-sc", "--shell-completion")
 _TRACEBACK = "RLRECIPES_TRACEBACK"

@@ -220,6 +220,8 @@ class ServerGroupNode(Section):
     """Started by the run; none of an external group or a placeholder."""
     urls: tuple[str, ...]
     """Of engines that others run."""
+    sglang: NativeOptions
+    """The engine's own options, as they stand in its command line too."""
     reserved: tuple[DeviceNode, ...]
     """Devices that a placeholder keeps free."""
 
@@ -281,6 +283,10 @@ class Plan(Section):
     algo: Annotated[RlConfig | SftConfig, Field(discriminator="kind")]
     batch: BatchNode
     trainer: TrainerNode
+    should_offload_trainer: bool
+    """Whether the trainer gives its GPU memory back while colocated engines work."""
+    should_offload_engines: bool
+    """Whether colocated engines give theirs back while the trainer works."""
     served_models: tuple[ServedModelNode, ...]
     weight_sync: WeightSyncConfig
     sync_routes: tuple[SyncRouteNode, ...]

@@ -210,7 +210,7 @@ class _Search:
 
     def _place(self, base: RunConfig, topology: TopologyConfig, num_ranks: int) -> tuple[RunConfig, StepInputs] | None:
         """The recipe with these engines and so many ranks; None where they have no room or a rule refuses them."""
-        flat = _FLAT | {"data_parallel_size": num_ranks}
+        flat = {**_FLAT, "data_parallel_size": num_ranks}
         parallel = base.parallel.model_copy(update=flat)
         config = base.model_copy(update={"topology": topology, "parallel": parallel})
         problems: list[Problem] = []

@@ -100,6 +100,7 @@ def _group(
         expert_parallel_size=group.expert_parallel_size,
         engines=tuple(engines),
         urls=group.urls if group.engine == "external" else (),
+        sglang=group.sglang,
         reserved=() if is_started else tuple(device for devices in places for device in devices),
     )
 

@@ -19,7 +19,7 @@ from rlrecipes.config.schema import (
     WeightSyncConfig,
     WorkerType,
 )
-from rlrecipes.plan.nodes import POLICY, ClusterNode, DeviceNode
+from rlrecipes.plan.nodes import POLICY, ClusterNode, DeviceNode, Plan, ProcessNode, ServerGroupNode
 from rlrecipes.plan.placement import Placement
 
 
@@ -202,3 +202,59 @@ def build_engine_group(group: ServerGroupConfig, devices: tuple[tuple[DeviceNode
 
 
 _ANSWERING = ("regular", "prefill", "decode")
+
+
+def read_step_inputs(plan: Plan) -> StepInputs | None:
+    """Gather them from a Plan; the same as from the recipe that it was resolved from.
+
+    Args:
+        plan: the Plan.
+
+    Returns:
+        None where nothing can be said.
+    """
+    gpu, policy, trainer = plan.cluster.gpu, plan.policy, plan.trainer
+    is_rl = isinstance(plan.algo, RlConfig)
+    groups: tuple[EngineGroup, ...] = ()
+    if is_rl and policy is not None and not policy.num_joining_engines:
+        answering = [group for group in policy.server_groups if group.worker_type in _ANSWERING]
+        is_own = not any(group.engine == "external" for group in answering)
+        groups = tuple(_read_engine_group(group) for group in answering if is_own)
+    if gpu is None or trainer.device == "cpu" or (is_rl and not groups):
+        return None
+    sampling = plan.rollout.sampling
+    return StepInputs(
+        gpu=gpu,
+        nic_bytes_per_s=plan.cluster.nic_bytes_per_s,
+        shapes=plan.model.shapes,
+        dtype_bytes=2 if plan.model.dtype == "bfloat16" else 4,
+        algo=plan.algo,
+        schedule=plan.schedule,
+        max_prompt_tokens=plan.data.max_prompt_tokens,
+        max_new_tokens=sampling.max_new_tokens,
+        is_distribution_cut=sampling.top_p < 1 or sampling.top_k != -1,
+        max_concurrent_requests=plan.rollout.max_concurrent_requests,
+        parallel=ParallelConfig(**{name: getattr(trainer, name) for name in ParallelConfig.model_fields}),
+        trainer_devices=trainer.devices,
+        should_offload_trainer=plan.should_offload_trainer,
+        should_offload_engines=plan.should_offload_engines,
+        engine_groups=groups,
+        weight_sync=plan.weight_sync,
+        seed=plan.seed,
+    )
+
+
+def _read_engine_group(group: ServerGroupNode) -> EngineGroup:
+    return EngineGroup(
+        worker_type=group.worker_type,
+        placement=group.placement,
+        tensor_parallel_size=group.gpus_per_engine // group.pipeline_parallel_size,
+        pipeline_parallel_size=group.pipeline_parallel_size,
+        attention_data_parallel_size=group.attention_data_parallel_size,
+        native=group.sglang,
+        devices=tuple(_read_devices(engine) for engine in group.engines),
+    )
+
+
+def _read_devices(engine: ProcessNode) -> tuple[DeviceNode, ...]:
+    return engine.devices + tuple(device for follower in engine.followers for device in follower.devices)
