@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rlrecipes.config.schema import ModelShapes, RunConfig, ServedModelConfig
 from rlrecipes.errors import Problem
+from rlrecipes.plan.calibration import load_calibration
 from rlrecipes.plan.engine_memory import EngineMemory, ServedEngines, compute_engine_memory
 from rlrecipes.plan.families import FAMILIES, UnreadableConfigError, read_text_config, to_shapes
 from rlrecipes.plan.memory_constants import MemoryConstants
@@ -31,6 +32,18 @@ _FULL_RECOMPUTE = {
     "recompute_num_layers": 1,
     "recompute_modules": (),
 }
+
+
+def load_memory_constants(path: str | None) -> MemoryConstants:
+    """The constants of this model.
+
+    Args:
+        path: a file of one's own; None: the shipped ones.
+
+    Raises:
+        ConfigError: the file is not one.
+    """
+    return MemoryConstants(**load_calibration(path).values("memory"))
 
 
 def find_served_engines(config: RunConfig, shapes: ModelShapes, placement: Placement) -> tuple[ServedEngines, ...]:

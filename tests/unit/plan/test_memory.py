@@ -1,0 +1,284 @@
+"""Predicted memory: arithmetic by hand, what is held when, limits that are limits, and fixes that fix."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import pytest
+import yaml
+from step_recipes import APART, COLOCATED, MAIN, inputs_of, with_gpu
+
+from rlrecipes.plan.activations import compute_layer_activations
+from rlrecipes.plan.calibration import CALIBRATION_FILE
+from rlrecipes.plan.engine_memory import compute_memory_fraction
+from rlrecipes.plan.memory import compute_memory, find_memory_problems, load_memory_constants
+from rlrecipes.plan.memory_constants import MemoryConstants
+from rlrecipes.plan.memory_nodes import PHASES, MemoryNode
+from rlrecipes.plan.parameters import compute_num_parameters, compute_padded_vocab_size
+
+CONSTANTS = load_memory_constants(None)
+EXACT = dataclasses.replace(CONSTANTS, activation_overhead_fraction=0.0, expert_imbalance_fraction=0.0)
+MOE = (
+    "model=qwen3_30b_a3b",
+    "topology=disaggregated",
+    "cluster=h100_8x2",
+    "weight_sync=distributed",
+    "parallel.data_parallel_size=8",
+    "parallel.expert_model_parallel_size=8",
+    "data.max_prompt_tokens=1024",
+    "rollout.sampling.max_new_tokens=7168",
+    "parallel.max_tokens_per_micro_batch=8192",
+)
+LATENT = (
+    "model=moonlight",
+    "topology=disaggregated",
+    "cluster=h200_8",
+    "weight_sync=distributed",
+    "parallel.data_parallel_size=2",
+    "parallel.pipeline_model_parallel_size=3",
+    "parallel.expert_model_parallel_size=2",
+    "rollout.sampling.max_new_tokens=4096",
+    "parallel.max_tokens_per_micro_batch=8192",
+)
+LAYOUT = (
+    *APART,
+    "parallel.data_parallel_size=1",
+    "parallel.tensor_model_parallel_size=2",
+    "parallel.sequence_parallel=true",
+    "parallel.pipeline_model_parallel_size=2",
+    "parallel.context_parallel_size=2",
+)
+SMALL = (*APART, "model=qwen3_0_6b")
+CASES = {"colocated": COLOCATED, "apart": APART, "moe": MOE, "latent": LATENT, "layout": LAYOUT}
+
+
+def memory_of(*overrides, constants=CONSTANTS):
+    return compute_memory(inputs_of(*overrides), constants)
+
+
+def trainer_of(memory):
+    return next(role for role in memory.roles if role.stage is not None)
+
+
+def with_parallel(inputs, **changes):
+    return dataclasses.replace(inputs, parallel=inputs.parallel.model_copy(update=changes))
+
+
+def test_every_constant_is_used_and_says_where_it_is_from():
+    shipped = yaml.safe_load(CALIBRATION_FILE.read_text())["memory"]
+    assert set(shipped) == {field.name for field in dataclasses.fields(MemoryConstants)}
+    assert all(entry["source"].startswith(("assumed", "measured", "published", "SGLang")) for entry in shipped.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_prediction_is_a_valid_node(case):
+    memory = memory_of(*CASES[case])
+    assert MemoryNode.model_validate_json(memory.model_dump_json()) == memory
+    assert all(tuple(role.parts) == PHASES for role in memory.roles)
+    assert all(value > 0 for role in memory.roles for parts in role.parts.values() for value in parts.values())
+
+
+def test_a_dense_layer_keeps_what_is_counted_by_hand():
+    inputs = inputs_of(*COLOCATED)
+    s = inputs.shapes
+    found = compute_layer_activations(s, inputs.parallel, 0, 1.0)
+    query, key = s.num_attention_heads * s.kv_channels, s.num_query_groups * s.kv_channels
+    # two residuals, two norms; query, key, value, output, and query and key before their norms; gate, up and product
+    assert found.kept == 4 * s.hidden_size + 2 * query + 2 * key + query + key + 3 * s.ffn_hidden_size
+    assert found.entry == s.hidden_size
+    split = with_parallel(inputs, tensor_model_parallel_size=4, sequence_parallel=True).parallel
+    assert compute_layer_activations(s, split, 0, 1.0).kept == found.kept / 4
+    whole = with_parallel(inputs, tensor_model_parallel_size=4).parallel
+    assert compute_layer_activations(s, whole, 0, 1.0).kept == found.kept / 4 + 3 * s.hidden_size
+
+
+def test_an_expert_layer_keeps_a_token_for_each_of_its_experts():
+    inputs = inputs_of(*MOE)
+    s = inputs.shapes
+    kept = compute_layer_activations(s, inputs.parallel, 0, 1.0).kept
+    uneven = compute_layer_activations(s, inputs.parallel, 0, 1.5).kept
+    sent = s.moe_router_topk * (s.hidden_size + 3 * s.moe_ffn_hidden_size)
+    assert uneven - kept == pytest.approx(sent / 2)
+    dense = s.model_copy(update={"num_moe_experts": None})
+    without = compute_layer_activations(dense, inputs.parallel, 0, 1.0).kept - 3 * s.ffn_hidden_size
+    assert kept - without == pytest.approx(sent + 4 * s.num_moe_experts)
+
+
+def test_one_rank_holds_eighteen_bytes_less_what_is_sharded():
+    inputs = inputs_of(*COLOCATED)
+    parts = trainer_of(compute_memory(inputs, EXACT)).parts["train"]
+    shapes, tokens = inputs.shapes, inputs.parallel.max_tokens_per_micro_batch
+    count = compute_num_parameters(shapes)
+    count += (compute_padded_vocab_size(shapes.vocab_size, 1) - shapes.vocab_size) * shapes.hidden_size
+    assert parts["trainer.weights"] == parts["trainer.gradients"] == 2 * count
+    assert parts["trainer.optimizer"] == 12 * count / 8
+    assert parts["trainer.logits"] == 2 * 2 * compute_padded_vocab_size(shapes.vocab_size, 1) * tokens
+    layer = compute_layer_activations(shapes, inputs.parallel, 0, 1.0).kept
+    assert parts["trainer.activations"] == 2 * tokens * layer * shapes.num_layers
+
+
+def test_gradients_are_fp32_where_the_recipe_says_so():
+    inputs = inputs_of(*COLOCATED, "+parallel.megatron.grad_reduce_in_fp32=true")
+    parts = trainer_of(compute_memory(inputs, CONSTANTS)).parts["train"]
+    assert parts["trainer.gradients"] == 2 * parts["trainer.weights"]
+
+
+def activations_of(inputs):
+    return trainer_of(compute_memory(inputs, EXACT)).parts["train"]["trainer.activations"]
+
+
+def test_recomputation_keeps_less_the_more_it_computes_again():
+    inputs = inputs_of(*COLOCATED)
+    layer = compute_layer_activations(inputs.shapes, inputs.parallel, 0, 1.0)
+    scale, num_layers = 2 * inputs.parallel.max_tokens_per_micro_batch, inputs.shapes.num_layers
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    for size in (1, 4):
+        kept = activations_of(with_parallel(inputs, **full, recompute_num_layers=size))
+        assert kept == scale * (num_layers / size * layer.entry + size * layer.whole)
+    block = with_parallel(inputs, **full | {"recompute_method": "block"}, recompute_num_layers=6)
+    assert activations_of(block) == scale * (6 * layer.entry + (num_layers - 6) * layer.kept + layer.whole)
+    mlp = with_parallel(inputs, recompute_granularity="selective", recompute_modules=("mlp",))
+    saved = scale * num_layers * 3 * inputs.shapes.ffn_hidden_size
+    assert activations_of(inputs) - activations_of(mlp) == saved
+
+
+def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
+    inputs = inputs_of(*COLOCATED)
+    piped = with_parallel(inputs, pipeline_model_parallel_size=4, data_parallel_size=2)
+    assert trainer_of(compute_memory(piped, EXACT)).stage == 0
+    assert activations_of(piped) == activations_of(inputs)  # a quarter of the layers, four times
+    chunks = with_parallel(inputs, pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=3)
+    # of 12 chunks' layers 3 * 2 + 2 * 4 + 1 chunks of a twelfth each
+    assert activations_of(chunks) == pytest.approx(activations_of(inputs) * 15 / 12)
+
+
+def test_what_is_given_back_is_gone_and_what_is_not_stays():
+    role = memory_of(*COLOCATED).roles[0]
+    assert role.name == "trainer+policy/0"
+    assert set(role.parts["rollout"]) >= {"trainer.offloaded", "engine.weights", "engine.kv_cache"}
+    assert "trainer.weights" not in role.parts["rollout"]
+    assert {name for name in role.parts["train"] if name.startswith("engine")} == {"engine.released"}
+    assert "engine.kv_cache" not in role.parts["weight_sync"]  # weights come before the cache
+    assert "engine.weights" in role.parts["weight_sync"]
+    kept = memory_of(*COLOCATED, "topology.should_offload_trainer=false", "topology.should_offload_engines=false")
+    for phase in PHASES:
+        assert {"trainer.weights", "engine.kv_cache"} <= set(kept.roles[0].parts[phase])
+    assert not kept.is_fitting
+    apart = memory_of(*APART)
+    assert {role.name for role in apart.roles} == {"trainer", "policy/0"}
+
+
+def test_frozen_weights_wait_in_the_host_and_visit():
+    plain, kept = (trainer_of(memory_of(*COLOCATED, f"algo.kl.placement={kind}")) for kind in ("none", "loss"))
+    weights = plain.parts["train"]["trainer.weights"]
+    assert kept.host_bytes - plain.host_bytes == weights
+    assert kept.sum_phase("logprobs") - plain.sum_phase("logprobs") == weights
+    assert kept.sum_phase("train") == plain.sum_phase("train")
+
+
+def test_a_critic_costs_what_a_policy_without_output_layer_does():
+    plain, both = (trainer_of(memory_of(*COLOCATED, *more)) for more in ((), ("algo=ppo", "model=qwen3_8b")))
+    assert "trainer.critic" not in plain.parts["train"]
+    shapes = inputs_of(*COLOCATED, "model=qwen3_8b").shapes
+    lookup = compute_padded_vocab_size(shapes.vocab_size, 1) * shapes.hidden_size
+    count = both.parts["train"]["trainer.weights"] / 2 - lookup + shapes.hidden_size
+    assert both.parts["train"]["trainer.critic"] == pytest.approx(count * (2 + 2 + 12 / 8))
+
+
+def test_offloaded_state_moves_to_the_host():
+    inputs = inputs_of(*APART)
+    here = trainer_of(compute_memory(inputs, CONSTANTS))
+    there = trainer_of(compute_memory(with_parallel(inputs, optimizer_cpu_offload=True), CONSTANTS))
+    state = here.parts["train"]["trainer.optimizer"]
+    assert "trainer.optimizer" not in there.parts["train"]
+    assert there.host_bytes - here.host_bytes == state
+
+
+@pytest.mark.parametrize("case", ["colocated", "apart", "latent", "layout"])
+def test_the_largest_micro_batch_fits_and_one_percent_more_does_not(case):
+    inputs = inputs_of(*CASES[case])
+    largest = compute_memory(inputs, CONSTANTS).max_tokens_per_micro_batch
+    assert largest > 0
+
+    def trainer_fits(tokens):
+        memory = compute_memory(with_parallel(inputs, max_tokens_per_micro_batch=tokens), CONSTANTS)
+        return all(role.peak_bytes <= memory.usable_bytes for role in memory.roles if role.stage is not None)
+
+    assert trainer_fits(largest)
+    assert not trainer_fits(math.ceil(largest * 1.01))
+
+
+def test_the_cache_holds_as_many_longest_rollouts_as_it_says():
+    inputs = inputs_of(*APART)
+    memory = compute_memory(inputs, CONSTANTS)
+    room, group = memory.engines[0], inputs.engine_groups[0]
+    longest = inputs.max_prompt_tokens + inputs.max_new_tokens
+    assert room.max_longest_rollouts == room.capacity_tokens // longest
+    fraction = compute_memory_fraction(inputs.gpu.memory_bytes, group)
+    weights = memory.roles[0].parts["rollout"]["engine.weights"]
+    assert room.capacity_tokens == pytest.approx(
+        (fraction * inputs.gpu.memory_bytes - weights) / room.kv_bytes_per_token, abs=2
+    )
+    limited = memory_of(*APART, f"+{MAIN}.sglang.max_total_tokens=20000")
+    assert limited.engines[0].capacity_tokens == 20000
+    halved = memory_of(*APART, f"+{MAIN}.sglang.kv_cache_dtype=fp8_e4m3")
+    assert halved.engines[0].kv_bytes_per_token * 2 == room.kv_bytes_per_token
+
+
+def test_gated_delta_nets_hold_a_state_for_each_rollout():
+    overrides = ("model=qwen3_next_80b_a3b", "topology=disaggregated", "cluster=h200_8", "weight_sync=distributed")
+    memory = memory_of(*overrides, f"{MAIN}.gpus_per_engine=4", "parallel.max_tokens_per_micro_batch=64")
+    room = memory.engines[0]
+    assert room.max_longest_rollouts < room.capacity_tokens / 40  # a rollout of 32 tokens, and its state
+
+
+@pytest.mark.parametrize(("memory_mib", "expected"), [(24564, 0.847), (81559, 0.835), (143771, 0.907)])
+def test_an_engine_takes_what_sglang_would(memory_mib, expected):
+    """Its formula by hand: 512 MiB, 1.5 a token of a chunk, 2 a request of a graph, an eighth of a GiB a GPU."""
+    group = inputs_of(*APART).engine_groups[0]
+    assert compute_memory_fraction(memory_mib << 20, group) == expected
+
+
+def apply(inputs, fix):
+    """The inputs that a fix leads to."""
+    types = {"true": True, "false": False}
+    for path, value in re.findall(r"(parallel|topology)\.(\w+=\S+)", fix):
+        name, _, text = value.partition("=")
+        parsed = types.get(text, int(text) if text.isdigit() else text.strip('"'))
+        inputs = (
+            with_parallel(inputs, **{name: parsed})
+            if path == "parallel"
+            else dataclasses.replace(inputs, **{name: parsed})
+        )
+    return inputs
+
+
+@pytest.mark.parametrize("memory_gb", [20, 26, 32, 40, 60, 80, 100, 141])
+@pytest.mark.parametrize("case", ["colocated", "apart", "layout"])
+def test_what_is_advised_is_enough(case, memory_gb):
+    inputs = with_gpu(inputs_of(*CASES[case]), memory_bytes=memory_gb * 10**9)
+    memory = compute_memory(inputs, CONSTANTS)
+    problems = find_memory_problems(inputs, CONSTANTS, memory)
+    assert bool(problems) == (not memory.is_fitting)
+    for problem in problems:
+        if problem.where.startswith("parallel.") and problem.fix.startswith("set"):
+            role = trainer_of(compute_memory(apply(inputs, problem.fix), CONSTANTS))
+            assert role.sum_phase("train") <= memory.usable_bytes, problem
+
+
+def test_an_engine_that_takes_too_much_is_told_how_much_it_may_take():
+    greedy = inputs_of(*SMALL, f"+{MAIN}.sglang.mem_fraction_static=0.99")
+    (problem,) = find_memory_problems(greedy, CONSTANTS, compute_memory(greedy, CONSTANTS))
+    assert problem.where.endswith("sglang.mem_fraction_static")
+    allowed = re.search(r"0\.\d+", problem.fix)[0]
+    modest = inputs_of(*SMALL, f"+{MAIN}.sglang.mem_fraction_static={allowed}")
+    assert find_memory_problems(modest, CONSTANTS, compute_memory(modest, CONSTANTS)) == []
+
+
+def test_a_cache_without_room_for_one_rollout_is_a_problem():
+    inputs = inputs_of(*SMALL, f"+{MAIN}.sglang.max_total_tokens=9000")
+    (problem,) = find_memory_problems(inputs, CONSTANTS, compute_memory(inputs, CONSTANTS))
+    assert problem.where.endswith(".gpus_per_engine")
+    assert "one longest rollout has 9216" in problem.problem
