@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlrecipes.config.schema import ModelShapes, RunConfig, ServerGroupConfig
-from rlrecipes.plan.rules.rule import GROUP, Found, list_divisors_near, list_groups, rule, shape_rule
+from rlrecipes.plan.placement import count_trainer_ranks
+from rlrecipes.plan.rules.rule import (
+    GROUP,
+    Facts,
+    Found,
+    fact_rule,
+    list_divisors_near,
+    list_groups,
+    list_models,
+    rule,
+    shape_rule,
+)
 
 
 def compute_tp(group: ServerGroupConfig) -> int:
@@ -57,6 +68,29 @@ def engine_tp_is_split_evenly(config: RunConfig) -> Iterator[Found]:
                 yield Found(f"{where}.{name}", problem, f"use {list_divisors_near(getattr(group, name), tp)}")
 
 
+@fact_rule(f"{GROUP}.num_engines", fix="give num_engines to leave GPUs idle, or a gpus_per_engine that divides them")
+def open_groups_fill_their_gpus(facts: Facts) -> Iterator[Found]:
+    """Groups that take all there is leave nothing over: a remainder would idle through the whole run."""
+    config, counts = facts.config, facts.placement.num_engines
+    if config.topology.device == "cpu" or not counts:
+        return
+    sums = {"colocated": 0, "disaggregated": 0}
+    open_groups: dict[str, list[tuple[str, int]]] = {"colocated": [], "disaggregated": []}
+    for where, name, model in list_models(config):
+        for key, group in model.server_groups.items():
+            count = counts[name, key] if group.engine != "external" else 0
+            sums[group.placement] += count * group.gpus_per_engine
+            if count and group.num_engines is None:
+                open_groups[group.placement].append((f"{where}.server_groups.{key}", count))
+    ranks = count_trainer_ranks(config.parallel)
+    apart = sum(host.num_gpus for host in facts.hosts) - max(ranks, sums["colocated"])
+    for placement, num_gpus in (("colocated", ranks), ("disaggregated", apart)):
+        idle = num_gpus - sums[placement]
+        for where, count in open_groups[placement] if idle > 0 else ():
+            problem = f"is null, which makes {count}: {idle} of the {num_gpus} GPUs for {placement} engines have none"
+            yield Found(f"{where}.num_engines", problem, f"use {count} to leave them idle, or another gpus_per_engine")
+
+
 @shape_rule(f"{GROUP}.gpus_per_engine", fix="lower it, or raise attention_data_parallel_size or pipeline_parallel_size")
 def engine_tp_divides_heads(config: RunConfig, shapes: ModelShapes) -> Iterator[Found]:
     """SGLang gives every rank the same query heads; key and value heads are split evenly or copied evenly."""
@@ -103,6 +137,7 @@ def engine_stage_has_a_layer(config: RunConfig, shapes: ModelShapes) -> Iterator
 RULES = (
     engine_pp_divides_gpus,
     engine_tp_is_split_evenly,
+    open_groups_fill_their_gpus,
     engine_tp_divides_heads,
     engine_tp_divides_widths,
     engine_stage_has_a_layer,

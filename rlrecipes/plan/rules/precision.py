@@ -9,7 +9,7 @@ from typing import Any
 
 from rlrecipes.config.schema import ModelShapes, RunConfig
 from rlrecipes.plan.rules.engines import compute_moe_tp, compute_tp, list_trained
-from rlrecipes.plan.rules.rule import GROUP, Found, shape_rule
+from rlrecipes.plan.rules.rule import GROUP, Found, rule, shape_rule
 
 _BLOCK_OF_RECIPE = {"blockwise": 128, "mxfp8": 32}
 """Megatron's fp8_recipe -> block; the others scale whole tensors, whose rows must be 16 bytes."""
@@ -44,6 +44,18 @@ def engine_parts_are_whole_blocks(config: RunConfig, shapes: ModelShapes) -> Ite
                 yield Found(f"{where}.gpus_per_engine", problem)
 
 
+@rule(f"{GROUP}.sglang.quantization", "model.path", fix="serve and train unquantised weights")
+def synced_weights_are_held_as_sent(config: RunConfig) -> Iterator[Found]:
+    """Syncs send model.dtype; an engine that quantised its first weights would put new ones under their old scales."""
+    for where, group in list_trained(config):
+        quantization = group.sglang.get("quantization")
+        if quantization not in (None, "unquant"):
+            yield Found(f"{where}.sglang.quantization", f"is {quantization!r}; weight syncs send {config.model.dtype}")
+    if _read_quantization(config.model.path):
+        problem = f"{config.model.path} holds quantised weights; trainer and weight syncs have {config.model.dtype}"
+        yield Found("model.path", problem, "name a directory of unquantised weights")
+
+
 def _list_parts(shapes: ModelShapes, attention: int, tp: int, moe_tp: int) -> Iterator[tuple[str, int]]:
     """What one rank holds of each width that is split."""
     yield "hidden_size", shapes.hidden_size
@@ -58,15 +70,20 @@ def _list_parts(shapes: ModelShapes, attention: int, tp: int, moe_tp: int) -> It
         yield "moe_ffn_hidden_size", shapes.moe_ffn_hidden_size // moe_tp
 
 
-def _read_block(path: str | None) -> int | None:
-    """Block of a quantised checkpoint; None where it has none or cannot be read, which is told elsewhere."""
+def _read_quantization(path: str | None) -> Mapping[str, Any]:
+    """What config.json says of it; empty where there is none or the file cannot be read, which is told elsewhere."""
     try:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8")) if path is not None else {}
     except (OSError, ValueError):
-        return None
-    quantization: Any = config.get("quantization_config") if isinstance(config, Mapping) else None
-    sizes = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+        return {}
+    quantization = config.get("quantization_config") if isinstance(config, Mapping) else None
+    return quantization if isinstance(quantization, Mapping) else {}
+
+
+def _read_block(path: str | None) -> int | None:
+    """Block of a quantised checkpoint; None where it has none."""
+    sizes = _read_quantization(path).get("weight_block_size")
     return max(sizes) if isinstance(sizes, list) and sizes and all(type(size) is int for size in sizes) else None
 
 
-RULES = (trainer_parts_are_whole_blocks, engine_parts_are_whole_blocks)
+RULES = (trainer_parts_are_whole_blocks, engine_parts_are_whole_blocks, synced_weights_are_held_as_sent)
