@@ -23,6 +23,9 @@ from rlrecipes.plan.placement import Placement
 from rlrecipes.plan.step_inputs import StepInputs, build_engine_group
 from rlrecipes.plan.trainer_memory import StageMemory, compute_stage_memory
 
+type Parts = dict[str, dict[str, int]]
+"""Phase -> part -> bytes."""
+
 _GIB = 1 << 30
 _POOL = ("engine.weights", "engine.kv_cache")
 _TOKENS = "parallel.max_tokens_per_micro_batch"
@@ -122,7 +125,7 @@ def _iter_roles(
             shared += num_gpus
             yield _build_role(f"trainer+{one.name}", num_gpus, inputs, stages, memory)
         else:
-            parts = {phase: _prefix("engine", memory.parts[phase]) for phase in PHASES}
+            parts: Parts = {phase: _prefix("engine", memory.parts[phase]) for phase in PHASES}
             yield GpuRoleNode.model_construct(name=one.name, num_gpus=num_gpus, stage=None, parts=parts, host_bytes=0)
     if shared < num_trainers:
         yield _build_role("trainer", num_trainers - shared, inputs, stages, None)
@@ -137,7 +140,7 @@ def _build_role(
         return max(sum(stage.compute_parts(phase, tokens).values()) for phase in PHASES)
 
     fullest = max(stages, key=peak)
-    parts = {
+    parts: Parts = {
         phase: _prefix("trainer", fullest.compute_parts(phase, tokens))
         | (_prefix("engine", engine.parts[phase]) if engine else {})
         for phase in PHASES

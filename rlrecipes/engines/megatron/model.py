@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -15,18 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rlrecipes.engines.megatron.attention import PackedAttention
 from rlrecipes.engines.megatron.configuration import DTYPES, has_transformer_engine
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
-
-_VOCABULARY_MULTIPLE = 128
-
-
-def compute_padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
-    """Rows of the embedding: a multiple of 128 that TP divides.
-
-    For the usual TP (a power of 2 up to 128) it does not depend on TP, so a checkpoint keeps its shapes.
-    """
-    multiple = math.lcm(_VOCABULARY_MULTIPLE, tensor_model_parallel_size)
-    return -(-vocab_size // multiple) * multiple
-
+from rlrecipes.plan.parameters import compute_padded_vocab_size
 
 def build_model(model: ModelNode, trainer: TrainerNode, config: TransformerConfig) -> list[GPTModel]:
     """Build this rank's part of the model, weights undefined, in ``model.dtype`` on its device.

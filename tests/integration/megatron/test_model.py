@@ -66,7 +66,7 @@ def build_configs(rank: int, port: int, trainers: list[TrainerNode], node: Model
         build_optimizer_config,
         build_transformer_config,
     )
-    from rlrecipes.engines.megatron.model import compute_padded_vocab_size
+    from rlrecipes.plan.parameters import compute_padded_vocab_size
 
     cpu.run_patches()
     told: list[Any] = [compute_padded_vocab_size(97, tp) for tp in (1, 2, 8)] + [compute_padded_vocab_size(129, 3)]
