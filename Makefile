@@ -61,6 +61,7 @@ docs: $(STAMP) ## write the generated pages of docs/
 	$(BIN)/python -m rlrecipes.tracking.metrics > docs/metrics.md
 	$(BIN)/python -m rlrecipes.config.reference > docs/config.md
 	$(BIN)/python tools/algorithms.py
+	$(BIN)/python tools/memory.py
 	$(BIN)/python tools/recipes.py
 
 inventory: $(STAMP) $(SGLANG_STAMP) ## write the options of the pinned engines anew, after a change of versions

@@ -15,6 +15,7 @@ from rlrecipes.engines.megatron.configuration import DTYPES, has_transformer_eng
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
 from rlrecipes.plan.parameters import compute_padded_vocab_size
 
+
 def build_model(model: ModelNode, trainer: TrainerNode, config: TransformerConfig) -> list[GPTModel]:
     """Build this rank's part of the model, weights undefined, in ``model.dtype`` on its device.
 
