@@ -63,6 +63,7 @@ docs: $(STAMP) ## write the generated pages of docs/
 	$(BIN)/python tools/algorithms.py
 	$(BIN)/python tools/memory.py
 	$(BIN)/python tools/recipes.py
+	$(BIN)/python tools/rules.py
 
 inventory: $(STAMP) $(SGLANG_STAMP) ## write the options of the pinned engines anew, after a change of versions
 	for name in router megatron embedded reasoning_gym; do \

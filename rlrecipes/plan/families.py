@@ -352,6 +352,9 @@ _UNTRAINABLE = {
     "linear_attention_freq": "gated delta nets",
     "attention_output_gate": "attention's output gate",
     "post_self_attn_layernorm": "norms behind attention",
+    "post_mlp_layernorm": "norms behind the MLP",
+    "layernorm_zero_centered_gamma": "norms around 1",
+    "dsa_indexer_n_heads": "sparse attention",
     "mtp_num_layers": "multi-token prediction",
 }
 

@@ -62,7 +62,7 @@ def critic_path_holds_a_model(config: RunConfig, algo: RlConfig) -> Iterator[Fou
 
 @rl_rule("rollout.filters", fix="use a larger algo.group_size, or no filter")
 def filter_can_keep_a_group(config: RunConfig, algo: RlConfig) -> Iterator[Found]:
-    """A group of one has no variance: all would be dropped and collected again, for ever."""
+    """A group of one has no variance: all would be dropped, and nothing left to train."""
     if "nonzero_variance" in config.rollout.filters and algo.group_size == 1:
         yield Found("rollout.filters", "nonzero_variance drops every group of one")
 

@@ -42,6 +42,16 @@ _SUBJECTS = (
     host,
 )
 RULES: tuple[Rule, ...] = tuple(rule for subject in _SUBJECTS for rule in subject.RULES)
+JUDGES = {
+    "schema": "each value by itself: unknown and missing keys, types, ranges, choices",
+    "composition": "the words of the command line and the groups they choose",
+    "model_facts": "`model`: config.json, shapes, and whether they agree",
+    "cluster_facts": "`cluster`: what is described or found, and whether it agrees",
+    "native_options": "`sglang`, `router`, `megatron` and tasks: their own names and types, of the pinned versions",
+    "reward": "`reward`: a verifier's name and options, or a function of your own",
+    "placement": "`topology`: whether trainer ranks and engines find their GPUs",
+}
+"""Who refuses a recipe beside the rules, by the name in ``Problem.rule``."""
 
 
 def check_recipe(facts: Facts) -> list[Problem]:
