@@ -98,7 +98,7 @@ def _compute_room(
 ) -> tuple[EngineRoomNode, float]:
     """What the KV cache has room for, and its bytes; the states of gated delta nets lie in it too."""
     group, native = served.group, served.group.native
-    per_token = compute_engine_kv_bytes(inputs, group) / group.pipeline_parallel_size
+    per_token = max(1.0, compute_engine_kv_bytes(inputs, group) / group.pipeline_parallel_size)  # 0 of delta nets alone
     split = group.tensor_parallel_size // group.attention_data_parallel_size * group.pipeline_parallel_size
     state = compute_state_bytes(inputs.shapes) / split
     fraction = native.get("mem_fraction_static") or compute_memory_fraction(inputs.gpu.memory_bytes, group)

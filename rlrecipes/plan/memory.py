@@ -162,7 +162,8 @@ def _compute_largest_micro_batch(stages: Sequence[StageMemory], beside: Sequence
         engine = max((sum(memory.parts[phase].values()) for memory in beside), default=0.0)
         for stage in stages:
             room = usable - engine - sum(stage.fixed[phase].values())
-            largest = min(largest, room / sum(stage.per_token[phase].values()))
+            one = sum(stage.per_token[phase].values())
+            largest = min(largest, room / one if one else largest if room >= 0 else 0)  # a stage may hold no layer
     return max(0, int(largest))
 
 

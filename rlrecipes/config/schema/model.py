@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from rlrecipes.config.schema.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from pydantic import Field
+
+from rlrecipes.config.schema.section import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 Family = Literal[
     "llama",
@@ -31,7 +40,7 @@ Family = Literal[
 class ModelShapes(Section):
     """Architecture facts, by Megatron option name. What most models lack is off unless it is said."""
 
-    num_layers: PositiveInt
+    num_layers: Annotated[int, Field(ge=1, le=1024)]
     """Transformer layers."""
     hidden_size: PositiveInt
     """Width of the residual stream."""

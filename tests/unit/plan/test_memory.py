@@ -282,3 +282,13 @@ def test_a_cache_without_room_for_one_rollout_is_a_problem():
     (problem,) = find_memory_problems(inputs, CONSTANTS, compute_memory(inputs, CONSTANTS))
     assert problem.where.endswith(".gpus_per_engine")
     assert "one longest rollout has 9216" in problem.problem
+
+
+def test_a_stage_without_layers_and_a_model_without_cache_divide_nothing_by_zero():
+    inputs = inputs_of(*APART)
+    shapes = inputs.shapes.model_copy(update={"num_layers": 3})
+    native = {"account_for_embedding_in_pipeline_split": True}
+    empty = with_parallel(inputs, pipeline_model_parallel_size=4, data_parallel_size=2, megatron=native)
+    assert compute_memory(dataclasses.replace(empty, shapes=shapes), CONSTANTS).max_tokens_per_micro_batch > 0
+    linear = inputs_of("model=qwen3_5_0_8b", *APART[1:]).shapes.model_copy(update={"linear_attention_freq": 99})
+    assert compute_memory(dataclasses.replace(inputs, shapes=linear), CONSTANTS).engines[0].max_longest_rollouts > 1
