@@ -10,6 +10,8 @@ import pytest
 
 from rlrecipes.config.compose import compose
 from rlrecipes.config.validation import recipe_paths
+from rlrecipes.plan.rules.engines import list_trained
+from rlrecipes.plan.rules.host import compute_disk_bytes
 from rlrecipes.plan.rules.table import RULES, check_recipe
 from tests.unit.plan.rule_table import BY_NAME, Case, facts_of
 
@@ -26,6 +28,7 @@ OWN_LOSS = {"algo.policy_loss": "rlrecipes.algos.policy_loss:compute_policy_loss
 APART, COLOCATED, PD = ("topology=disaggregated",), ("topology=colocated",), ("topology=pd",)
 EXTERNAL = ("topology=external", f"{MAIN}.urls=[http://localhost:3000]")
 MOE = ("model=qwen3_30b_a3b", "topology=disaggregated")
+BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 OPD = ("algo=opd",)
 TEACHER_PATH, TEACHER = "algo.distillation.teacher_path", "algo.distillation.teacher_model"
 NEXTN = {f"{SGLANG}.speculative_algorithm": "NEXTN"}
@@ -52,6 +55,7 @@ CASES = [
          {"algo.aggregation_divisor": 16.0, "algo.aggregation": "constant"}),
     Case("kl_coefficient_has_a_place", "algo.kl.coef", {"algo.kl.coef": 0.1},
          {"algo.kl.coef": 0.1, "algo.kl.placement": "loss"}),
+    Case("kl_coefficient_has_a_place", "algo.kl.coef", {"algo.kl.coef": 1e-6}, {"algo.kl.coef": 0.0}),
     Case("kl_in_the_loss_has_a_gradient", "algo.kl.estimator",
          {"algo.kl.placement": "loss", "algo.kl.estimator": "k1"},
          {"algo.kl.placement": "loss", "algo.kl.estimator": "k2"}),
@@ -89,6 +93,8 @@ CASES = [
     Case("distillation_has_a_teacher", TEACHER_PATH, {}, {TEACHER_PATH: "MODEL"}, OPD),
     Case("distillation_has_a_teacher", TEACHER_PATH, {TEACHER_PATH: "nowhere"}, {TEACHER_PATH: "MODEL"}, OPD,
          told="config.json"),
+    Case("distillation_has_a_teacher", TEACHER_PATH, {TEACHER_PATH: "MODEL", TEACHER: "policy"},
+         {TEACHER: "policy"}, OPD, told="there can be one"),
     Case("topk_distillation_sees_whole_distributions", "algo.distillation.form",
          {"algo.distillation.form": "topk", "rollout.sampling.top_p": 0.9}, {"algo.distillation.form": "topk"},
          OPD),
@@ -101,6 +107,8 @@ CASES = [
     Case("end_tokens_are_allowed", "rollout.sampling.min_new_tokens", {"rollout.sampling.min_new_tokens": 1}, {}),
     Case("old_logprobs_are_of_what_was_kept", "algo.old_logprobs",
          {"rollout.sampling.top_p": 0.9, "algo.old_logprobs": "rollout"}, {"rollout.sampling.top_p": 0.9}),
+    Case("old_logprobs_are_of_what_was_kept", "algo.old_logprobs",
+         {"rollout.sampling.top_k": 5, "algo.old_logprobs": "rollout"}, {"algo.old_logprobs": "rollout"}),
     Case("engines_report_scaled_logprobs", f"{MAIN}.env.SGLANG_RETURN_ORIGINAL_LOGPROB",
          {f"{MAIN}.env": {"SGLANG_RETURN_ORIGINAL_LOGPROB": "True"}},
          {f"{MAIN}.env": {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}}),
@@ -119,18 +127,22 @@ CASES = [
     # lengths: 16 tokens of prompt, a model of 128
     Case("rollouts_fit_the_model", MAX_NEW, {MAX_NEW: 113}, {MAX_NEW: 112}),
     Case("rollouts_fit_the_model", EVAL_NEW, {EVAL_NEW: 113}, {EVAL_NEW: 112}),
-    Case("engines_finish_every_rollout", MAX_NEW, {MAX_NEW: 105}, {MAX_NEW: 104}, told="silently"),
+    Case("engines_finish_every_rollout", MAX_NEW, {MAX_NEW: 105}, {MAX_NEW: 104}, told="cut an answer at 120"),
+    Case("engines_finish_every_rollout", MAX_NEW, {MAX_NEW: 112}, {MAX_NEW: 113}),
     Case("micro_batch_holds_the_longest_sample", "parallel.max_tokens_per_micro_batch",
          {"parallel.max_tokens_per_micro_batch": 31}, {"parallel.max_tokens_per_micro_batch": 32}, told="at least 32"),
+    Case("micro_batch_holds_the_longest_sample", "parallel.max_tokens_per_micro_batch",
+         {CP: 2, "data.max_prompt_tokens": 17, "parallel.max_tokens_per_micro_batch": 17},
+         {CP: 2, "data.max_prompt_tokens": 17, "parallel.max_tokens_per_micro_batch": 18}, told="at least 18"),
     Case("engines_hold_the_longest_rollout", f"{SGLANG}.max_total_tokens", {f"{SGLANG}.max_total_tokens": 39},
-         {f"{SGLANG}.max_total_tokens": 40}, told="at least 40"),
+         {f"{SGLANG}.max_total_tokens": 40}, told="has 32 tokens use at least 40"),
     Case("engines_hold_the_longest_rollout", f"{SGLANG}.context_length",
          {f"{SGLANG}.context_length": "1Ki", EVAL_NEW: 1001}, {f"{SGLANG}.context_length": "1Ki", EVAL_NEW: 1000},
          APART, (2,)),
     Case("engine_context_is_the_models", f"{SGLANG}.context_length", {f"{SGLANG}.context_length": 129},
          {f"{SGLANG}.context_length": 128}, APART, (2,)),
     # topology
-    Case("policy_is_served", "topology.served_models", {"topology.served_models": {}}, {}),
+    Case("policy_is_served", "topology.served_models", {"topology.served_models": {}}, {}, told="holds nothing"),
     Case("policy_is_updated", f"{POLICY}.is_updated", {f"{POLICY}.is_updated": False}, {}),
     Case("updated_model_is_the_trained_one", f"{POLICY}.path", {f"{POLICY}.path": "MODEL"}, {}),
     Case("served_model_has_engines", f"{POLICY}.server_groups", {f"{POLICY}.server_groups": {}},
@@ -174,6 +186,12 @@ CASES = [
     Case("engine_tp_divides_heads", f"{MAIN}.gpus_per_engine", {f"{MAIN}.gpus_per_engine": 8},
          {f"{MAIN}.gpus_per_engine": 4}, APART, (16,), "num_attention_heads=4"),
     Case("engine_tp_divides_heads", f"{MAIN}.gpus_per_engine", {f"{MAIN}.gpus_per_engine": 8},
+         {f"{MAIN}.gpus_per_engine": 8, f"{MAIN}.pipeline_parallel_size": 2}, APART, (16,)),
+    Case("engine_tp_divides_heads", f"{MAIN}.gpus_per_engine",
+         {f"{MAIN}.gpus_per_engine": 8, "model.shapes.linear_num_key_heads": 12},
+         {f"{MAIN}.gpus_per_engine": 8, "model.shapes.linear_num_key_heads": 16},
+         ("model=qwen3_next_80b_a3b", *APART), (16,), "linear_num_key_heads=12"),
+    Case("engine_tp_divides_heads", f"{MAIN}.gpus_per_engine", {f"{MAIN}.gpus_per_engine": 8},
          {f"{MAIN}.gpus_per_engine": 8, f"{MAIN}.attention_data_parallel_size": 2}, APART, (16,)),
     Case("engine_tp_divides_heads", f"{MAIN}.gpus_per_engine",
          {"model.shapes.num_query_groups": 3, "model.shapes.num_attention_heads": 6, f"{MAIN}.gpus_per_engine": 2},
@@ -190,6 +208,12 @@ CASES = [
          {f"{MAIN}.gpus_per_engine": 4, "model.shapes.num_moe_experts": 126, f"{MAIN}.expert_parallel_size": 4},
          {f"{MAIN}.gpus_per_engine": 4, "model.shapes.num_moe_experts": 126, f"{MAIN}.expert_parallel_size": 2},
          MOE, (8,)),
+    Case("engine_tp_divides_widths", f"{MAIN}.gpus_per_engine",
+         {f"{MAIN}.gpus_per_engine": 2, "model.shapes.ffn_hidden_size": 6145, "model.shapes.first_dense_layers": 1},
+         {f"{MAIN}.gpus_per_engine": 2, "model.shapes.ffn_hidden_size": 6145}, MOE, (8,)),
+    Case("engine_tp_divides_widths", f"{MAIN}.expert_parallel_size",
+         {f"{MAIN}.gpus_per_engine": 2, f"{MAIN}.expert_parallel_size": 2}, {f"{MAIN}.gpus_per_engine": 2}, APART, (8,),
+         "no experts"),
     Case("engine_stage_has_a_layer", f"{MAIN}.pipeline_parallel_size",
          {f"{MAIN}.gpus_per_engine": 5, f"{MAIN}.pipeline_parallel_size": 5},
          {f"{MAIN}.gpus_per_engine": 4, f"{MAIN}.pipeline_parallel_size": 4}, APART, (8,)),
@@ -204,13 +228,20 @@ CASES = [
     Case("speculation_has_a_draft", f"{SGLANG}.speculative_algorithm", {f"{SGLANG}.speculative_algorithm": "EAGLE3"},
          NEXTN, ("model=qwen3_next_80b_a3b", "topology=disaggregated"), (8,)),
     Case("speculation_counts_come_together", f"{SGLANG}.speculative_num_steps",
-         NEXTN | {f"{SGLANG}.speculative_num_steps": 3}, NEXTN, APART, (2,), "speculative_eagle_topk"),
+         NEXTN | {f"{SGLANG}.speculative_num_steps": 3}, NEXTN, APART, (2,), "without speculative_eagle_topk"),
+    Case("speculation_counts_come_together", f"{SGLANG}.speculative_eagle_topk",
+         NEXTN | {f"{SGLANG}.speculative_eagle_topk": 1, f"{SGLANG}.speculative_num_draft_tokens": 4},
+         NEXTN | {f"{SGLANG}.speculative_eagle_topk": 1, f"{SGLANG}.speculative_num_draft_tokens": 4,
+                  f"{SGLANG}.speculative_num_steps": 3}, APART, (2,), "without speculative_num_steps"),
     Case("speculation_has_no_pipeline", f"{SGLANG}.speculative_algorithm",
          NEXTN | {f"{MAIN}.gpus_per_engine": 2, f"{MAIN}.pipeline_parallel_size": 2},
          NEXTN | {f"{MAIN}.gpus_per_engine": 2}, APART, (3,)),
     # weight sync
     Case("nccl_joins_gpus_that_nobody_shares", "weight_sync.transport", {"weight_sync.transport": "distributed"},
          {"weight_sync.transport": "tensor"}, COLOCATED, (2,)),
+    Case("nccl_joins_gpus_that_nobody_shares", "weight_sync.transport",
+         {"weight_sync.transport": "distributed", f"{MAIN}.placement": "colocated"},
+         {"weight_sync.transport": "distributed"}, APART, (2,)),
     Case("engines_of_others_are_reached", "weight_sync.transport", {f"{MAIN}.urls": ["http://n7:3000"]},
          {f"{MAIN}.urls": ["http://n7:3000"], "weight_sync.transport": "disk"}, EXTERNAL, (1,), "tensor"),
     Case("engines_of_others_are_reached", "weight_sync.transport",
@@ -223,6 +254,7 @@ CASES = [
     Case("sequence_parallel_has_tp", "parallel.sequence_parallel", {"parallel.sequence_parallel": True},
          {"parallel.sequence_parallel": True, TP: 2}),
     Case("model_chunks_have_a_pipeline", VPP, {VPP: 2}, {VPP: 2, PP: 2}),
+    Case("model_chunks_have_a_pipeline", VPP, {VPP: 3}, {VPP: 1}),
     Case("offload_has_somewhere_to_go", "parallel.optimizer_cpu_offload", {"parallel.optimizer_cpu_offload": True},
          {"parallel.optimizer_cpu_offload": True, "topology.device": "cuda", "model.dtype": "bfloat16"}, (), (1,)),
     Case("recomputing_is_said_once", "parallel.recompute_method", {"parallel.recompute_method": "block"}, {}),
@@ -232,10 +264,16 @@ CASES = [
           "parallel.recompute_num_layers": 1}),
     Case("recomputed_modules_exist", "parallel.recompute_modules", {"parallel.recompute_modules": ["mpl"]},
          {"parallel.recompute_modules": ["mlp"]}, told="did you mean 'mlp'"),
+    Case("recomputed_modules_exist", "parallel.recompute_modules", {"parallel.recompute_modules": ["layernorm"]},
+         {"parallel.recompute_modules": ["layernorm"], "topology.device": "cuda"}, (), (1,), "Transformer Engine"),
     # shapes
     Case("tp_divides_the_model", TP, {TP: 4}, {TP: 2}, told="num_query_groups=2"),
     Case("tp_divides_the_model", TP, {TP: 2, "model.shapes.moe_shared_expert_intermediate_size": 5},
          {TP: 2, "model.shapes.moe_shared_expert_intermediate_size": 6}, MOE, (8,)),
+    Case("tp_divides_the_model", TP,
+         {TP: 2, "model.shapes.ffn_hidden_size": 6145, "model.shapes.first_dense_layers": 1},
+         {TP: 2, "model.shapes.ffn_hidden_size": 6145}, MOE, (8,)),
+    Case("tp_and_cp_divide_linear_heads", TP, {TP: 32}, {TP: 16}, ("model=qwen3_next_80b_a3b",), told="is 32"),
     Case("tp_and_cp_divide_linear_heads", CP, {CP: 32, "model.shapes.linear_num_key_heads": 16},
          {CP: 16, "model.shapes.linear_num_key_heads": 16}, ("model=qwen3_next_80b_a3b",)),
     Case("pp_divides_layers", PP, {PP: 3}, {PP: 4}, told="use 2, 4, 1"),
@@ -243,15 +281,23 @@ CASES = [
     Case("ep_divides_experts", EP, {EP: 3}, {EP: 4}, MOE, (16,), "128 experts"),
     Case("ep_divides_experts", EP, {EP: 2}, {EP: 1}, told="no experts"),
     Case("etp_divides_an_expert", ETP, {ETP: 5}, {ETP: 4}, MOE, (16,)),
-    Case("expert_layout_fills_a_stage", EP, {EP: 4, DP: 2}, {EP: 4, DP: 4}, MOE, (16,)),
+    Case("expert_layout_fills_a_stage", EP, {EP: 4, DP: 2}, {EP: 4, DP: 4}, MOE, (16,), "EP x ETP = 4"),
     Case("experts_under_tp_have_sp", "parallel.sequence_parallel", {TP: 2}, {TP: 2, "parallel.sequence_parallel": True},
          MOE, (16,)),
+    Case("experts_under_tp_have_sp", "parallel.sequence_parallel", {TP: 4}, {TP: 1}, MOE, (16,)),
     Case("groups_divide_heads", "model.shapes.num_query_groups", {"model.shapes.num_query_groups": 3},
          {"model.shapes.num_query_groups": 4}),
     # precision
     Case("trainer_parts_are_whole_blocks", "parallel.megatron.fp8",
          {"parallel.megatron": {"fp8": "e4m3", "fp8_recipe": "blockwise"}, TP: 2},
          {"parallel.megatron": {"fp8": "e4m3", "fp8_recipe": "delayed"}, TP: 2}, told="blocks of 128"),
+    Case("trainer_parts_are_whole_blocks", "parallel.megatron.fp8",
+         {"parallel.megatron": BLOCKWISE, TP: 2, "model.shapes.moe_ffn_hidden_size": 896},
+         {"parallel.megatron": BLOCKWISE, TP: 2, "model.shapes.moe_ffn_hidden_size": 896, ETP: 1}, MOE, (8,), "is 448"),
+    Case("trainer_parts_are_whole_blocks", "parallel.megatron.fp8",
+         {"parallel.megatron": BLOCKWISE, TP: 2, "model.shapes.v_head_dim": 65},
+         {"parallel.megatron": BLOCKWISE, TP: 2, "model.shapes.v_head_dim": 64}, ("model=deepseek_v3",),
+         told="the value heads is 4160"),
     Case("engine_parts_are_whole_blocks", f"{MAIN}.gpus_per_engine",
          {f"{SGLANG}.quantization": "fp8", f"{MAIN}.gpus_per_engine": 4, "model.shapes.ffn_hidden_size": 416},
          {f"{SGLANG}.quantization": "fp8", f"{MAIN}.gpus_per_engine": 4, "model.shapes.ffn_hidden_size": 384},
@@ -268,6 +314,9 @@ CASES = [
     # host
     Case("ports_are_in_range", f"{SGLANG}.port", {f"{SGLANG}.port": 65535, f"{MAIN}.num_engines": 2},
          {f"{SGLANG}.port": 65534, f"{MAIN}.num_engines": 2}, told="65536"),
+    Case("ports_are_in_range", f"{POLICY}.router.port", {f"{POLICY}.router.port": 0}, {f"{POLICY}.router.port": 1}),
+    Case("ports_are_used_once", f"{SGLANG}.port", {f"{POLICY}.router.prometheus_port": 3000, f"{SGLANG}.port": 3000},
+         {f"{POLICY}.router.max_payload_size": 3000, f"{SGLANG}.port": 3000}),
     Case("ports_are_used_once", f"{SGLANG}.port", {f"{POLICY}.router.port": 3001, f"{SGLANG}.port": 3000,
                                                    f"{MAIN}.num_engines": 2},
          {f"{POLICY}.router.port": 3002, f"{SGLANG}.port": 3000, f"{MAIN}.num_engines": 2}, told="router.port"),
@@ -360,6 +409,38 @@ def test_blocks_of_a_quantised_checkpoint_are_read_from_it(tmp_path):
         "is 8: blocks are 128 wide, a rank's part of the query heads is 64",
         "is 8: blocks are 128 wide, a rank's part of the key heads is 64",
     ]
+
+
+@pytest.mark.parametrize(
+    ("base", "values", "gigabytes"),
+    [
+        # 8.190735360e9 parameters: 16.38 GB in bfloat16, and 98.29 of fp32 weights and moments in a checkpoint
+        ((), {}, 3 * 114.670 + 16.381),
+        ((), {"schedule.num_kept_checkpoints": 1}, 2 * 114.670 + 16.381),
+        ((), {"schedule.save_interval": 15}, 2 * 114.670 + 16.381),
+        ((), {"schedule.save_interval": 16, "schedule.should_export_hf": False}, 2 * 114.670),
+        ((), {"weight_sync.transport": "disk", "schedule.save_interval": 30}, 114.670 + 3 * 16.381),
+        ((), {"algo.kl.placement": "loss", "schedule.save_interval": 30}, 114.670 + 16.381 + 16.381),
+        ((), {"model.dtype": "float32", "schedule.save_interval": 30}, 131.052 + 32.763),
+        ((), {"model.alphabet": "ab", "schedule.save_interval": 30}, 114.670 + 16.381 + 16.381),
+        (("algo=ppo",), {"schedule.save_interval": 30}, 2 * 114.670 + 16.381),
+        (("algo=sft",), {"weight_sync.transport": "disk", "schedule.save_interval": 30}, 114.670 + 16.381),
+    ],
+)
+def test_disk_is_counted_as_a_run_fills_it(base, values, gigabytes):
+    facts = facts_of(values, ("model=qwen3_8b", *APART, *base), (2,))
+    assert compute_disk_bytes(facts.config, facts.shapes) == pytest.approx(gigabytes * 1e9, rel=1e-4)
+
+
+def test_only_engines_of_the_trained_model_are_held_against_its_shapes():
+    base = (
+        "topology=multi_model",
+        *(f"topology.served_models.{name}.path=x" for name in ("reference", "reward", "teacher")),
+    )
+    trained = {where for where, _ in list_trained(facts_of({}, base, (8,)).config)}
+    assert trained == {MAIN}
+    assert not list(list_trained(facts_of({}, EXTERNAL, (1,)).config))
+    assert not list(list_trained(facts_of({f"{MAIN}.worker_type": "placeholder"}, APART, (2,)).config))
 
 
 def test_disk_that_is_used_already_is_not_asked_for_again(tmp_path):
