@@ -137,6 +137,7 @@ FAMILIES = tuple(_TABLE)
 """HF model_types whose config.json is understood."""
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _ACTIVATIONS = ("silu", "swish")
+_MAX_LAYERS = 1024
 
 
 class UnreadableConfigError(ValueError):
@@ -185,6 +186,8 @@ def _read_facts(config: Mapping[str, Any], row: _Row, family: str) -> Facts:
     facts: Facts = {name: values.get(key) for name, key in {**_COMMON, **row.keys}.items()}
     facts = {name: value for name, value in facts.items() if value is not None} | dict(row.constants)
     facts.setdefault("num_query_groups", facts.get("num_attention_heads"))
+    if not isinstance(facts.get("num_layers"), int) or not 0 < facts["num_layers"] <= _MAX_LAYERS:
+        raise UnreadableConfigError(f"num_hidden_layers is {facts.get('num_layers')!r}")
     _refuse_unknown_traits(values, row)
     facts.setdefault("qk_layernorm", False)
     facts.setdefault("add_qkv_bias", bool(row.qkv_bias and values.get(row.qkv_bias)))
@@ -271,8 +274,7 @@ def _read_rotary_percent(values: Mapping[str, Any], rope: Mapping[str, Any], fac
 
 
 def _read_experts(values: Mapping[str, Any], facts: Facts, family: str) -> Facts:
-    num_layers = facts.get("num_layers")
-    found: Facts = {"first_dense_layers": _read_dense_layers(values, num_layers if isinstance(num_layers, int) else 0)}
+    found: Facts = {"first_dense_layers": _read_dense_layers(values, facts["num_layers"])}
     shared, width = values.get("n_shared_experts"), facts.get("moe_ffn_hidden_size")
     if isinstance(shared, int) and isinstance(width, int) and shared:
         found["moe_shared_expert_intermediate_size"] = shared * width
@@ -291,7 +293,8 @@ def _read_dense_layers(values: Mapping[str, Any], num_layers: int) -> int:
     """Dense layers, which must all stand before the first MoE layer."""
     kinds = values.get("mlp_layer_types")
     if kinds is None:
-        dense = set(values.get("mlp_only_layers") or range(values.get("first_k_dense_replace") or 0))
+        leading = min(values.get("first_k_dense_replace") or 0, num_layers)
+        dense = set(values.get("mlp_only_layers") or range(leading))
         step = max(values.get("decoder_sparse_step") or 1, values.get("moe_layer_freq") or 1)
         kinds = ["dense" if i in dense or (i + 1) % step else "sparse" for i in range(num_layers)]
     count = kinds.index("sparse") if "sparse" in kinds else len(kinds)
