@@ -169,7 +169,7 @@ def to_shapes(config: Mapping[str, Any], family: str) -> ModelShapes:
     """
     try:
         facts = _read_facts(config, _TABLE[family], family)
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, KeyError) as error:
         raise UnreadableConfigError(f"a key holds another kind of value than it should ({error})") from error
     try:
         return ModelShapes(**facts)

@@ -200,6 +200,8 @@ def test_prediction_layers_are_a_choice_within_the_checkpoint(tmp_path):
         ("qwen3_8b", {"hidden_act": "gelu"}, "hidden_act"),
         ("qwen3_8b", {"attention_bias": True}, "attention_bias"),
         ("qwen3_8b", {"num_hidden_layers": "36"}, "num_hidden_layers"),
+        ("qwen3_8b", {"num_hidden_layers": 10**12}, "num_hidden_layers"),
+        ("deepseek_v3_2", {"mlp_layer_types": {}}, "kind of value"),
         ("qwen3_8b", {"num_attention_heads": None}, "num_attention_heads"),
         ("qwen3_8b", {"rms_norm_eps": "small"}, "rms_norm_eps"),
         ("qwen3_8b", {"rope_parameters": [1]}, "rope_parameters"),
