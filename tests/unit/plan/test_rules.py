@@ -28,6 +28,7 @@ OWN_LOSS = {"algo.policy_loss": "rlrecipes.algos.policy_loss:compute_policy_loss
 APART, COLOCATED, PD = ("topology=disaggregated",), ("topology=colocated",), ("topology=pd",)
 EXTERNAL = ("topology=external", f"{MAIN}.urls=[http://localhost:3000]")
 MOE = ("model=qwen3_30b_a3b", "topology=disaggregated")
+GROUPS = {"model.shapes.num_query_groups": 4}
 BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 OPD = ("algo=opd",)
 TEACHER_PATH, TEACHER = "algo.distillation.teacher_path", "algo.distillation.teacher_model"
@@ -278,6 +279,7 @@ CASES = [
          {CP: 16, "model.shapes.linear_num_key_heads": 16}, ("model=qwen3_next_80b_a3b",)),
     Case("pp_divides_layers", PP, {PP: 3}, {PP: 4}, told="use 2, 4, 1"),
     Case("vpp_divides_a_stage", VPP, {PP: 2, VPP: 3}, {PP: 2, VPP: 2}),
+    Case("vpp_divides_a_stage", VPP, {PP: 2, VPP: 4}, {PP: 1, VPP: 4}, told="the 2 layers"),
     Case("ep_divides_experts", EP, {EP: 3}, {EP: 4}, MOE, (16,), "128 experts"),
     Case("ep_divides_experts", EP, {EP: 2}, {EP: 1}, told="no experts"),
     Case("etp_divides_an_expert", ETP, {ETP: 5}, {ETP: 4}, MOE, (16,)),
@@ -302,6 +304,10 @@ CASES = [
          {f"{SGLANG}.quantization": "fp8", f"{MAIN}.gpus_per_engine": 4, "model.shapes.ffn_hidden_size": 416},
          {f"{SGLANG}.quantization": "fp8", f"{MAIN}.gpus_per_engine": 4, "model.shapes.ffn_hidden_size": 384},
          APART, (8,), "blocks are 16 wide"),
+    Case("engine_parts_are_whole_blocks", f"{MAIN}.gpus_per_engine",
+         {f"{SGLANG}.quantization": "mxfp8", f"{MAIN}.gpus_per_engine": 4, "model.shapes.kv_channels": 16, **GROUPS},
+         {f"{SGLANG}.quantization": "mxfp8", f"{MAIN}.gpus_per_engine": 4, "model.shapes.kv_channels": 16, **GROUPS,
+          f"{MAIN}.attention_data_parallel_size": 2}, APART, (8,), "the query heads is 16"),
     Case("synced_weights_are_held_as_sent", f"{SGLANG}.quantization", {f"{SGLANG}.quantization": "fp8"},
          {f"{SGLANG}.quantization": "unquant"}, APART, (2,)),
     # schedule
