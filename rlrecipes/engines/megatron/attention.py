@@ -217,9 +217,9 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         if group.size() == 1:
             return compute_packed_attention(query, key, value, starts, self.scale).flatten(1)
         own = find_slots(starts, group.size(), group.rank())
-        both = gather_tokens(torch.cat((key, value), 1), starts, group)
-        query = query.new_zeros(len(both), *query.shape[1:]).index_copy(0, own, query)
-        out = compute_packed_attention(query, *both.chunk(2, 1), starts, self.scale)
+        key, value = gather_tokens(torch.cat((key, value), 1), starts, group).chunk(2, 1)
+        query = query.new_zeros(len(key), *query.shape[1:]).index_copy(0, own, query)
+        out = compute_packed_attention(query, key, value, starts, self.scale)
         return out.index_select(0, own).flatten(1)
 
 

@@ -84,17 +84,19 @@ def test_native_options_are_judged_and_go_to_the_class_that_has_them(ranks: Rank
     natives: list[dict[str, Any]] = [
         {"init_method_std": 0.5, "decoupled_lr": 0.25, "bucket_size": 7},
         {"hidden_dropot": 0.1, "num_layers": 3},
-        {"num_moe_experts": 0},
+        {"cpu_offloading": True, "cpu_offloading_num_layers": 99},
     ]
     trainers = [build_trainer_node(SINGLE, megatron=native) for native in natives]
+    trainers.append(build_trainer_node(SINGLE, optimizer_cpu_offload=True))
     found = ranks.run(1, build_configs, trainers, build_model_node())[0]
     assert found[:4] == [128, 128, 128, 384]
     assert found[4] == (0.5, 0.25, 7)
-    (misspelt, taken), (refused,) = found[5], found[6]
+    (misspelt, taken), (refused,), (homeless,) = found[5:]
     assert misspelt[0] == "parallel.megatron.hidden_dropot"
     assert "hidden_dropout" in misspelt[2]
     assert taken[0] == "parallel.megatron.num_layers" and taken[2] == "set model.shapes.num_layers"
     assert refused[0] == "parallel"
+    assert homeless[:2] == ("parallel.optimizer_cpu_offload", "needs Transformer Engine, which is not installed")
 
 
 def train_in_bfloat16(rank: int, port: int, trainer: TrainerNode, node: ModelNode, path: Path) -> Any:
