@@ -1,4 +1,4 @@
-"""`rlrecipes plan [overrides] [--format table|yaml|json] [--save FILE]`: what would run, without running it."""
+"""`rlrecipes plan [overrides] [--format table|yaml|json|html] [--save FILE]`: what would run, without running it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def run(arguments: list[str]) -> None:
     """Show each composed recipe's plan.
 
     Args:
-        arguments: overrides, Hydra's flags, and our own: ``--format table|yaml|json``, of which table is the default,
-            and ``--save FILE``, which writes the YAML. The plans of a sweep are YAML documents or lines of JSON.
+        arguments: overrides, Hydra's flags, and our own: ``--format table|yaml|json|html``, of which table is the
+            default, and ``--save FILE``, which writes the YAML. The plans of a sweep are YAML documents or lines of JSON.
 
     Raises:
         InputError: a flag has no value or a wrong one, the file cannot be written, or a sweep asks for one.
     """
     words = list(arguments)
-    form = take_format(words, ("table", "yaml", "json"), "table")
+    form = take_format(words, ("table", "yaml", "json", "html"), "table")
     target = take_flag(words, "--save", "plan.yaml")
     is_sweep = "-m" in words or "--multirun" in words
     if target is not None and is_sweep:
@@ -43,9 +43,9 @@ def run(arguments: list[str]) -> None:
             print("---\n" if is_sweep else "", end="")
             print(plan.to_yaml(), end="")
         else:
-            from rlrecipes.plan.rendering import print_plan
+            from rlrecipes.plan.rendering import print_plan, to_html
 
-            print_plan(plan)
+            print(to_html(plan)) if form == "html" else print_plan(plan)
 
     with tempfile.TemporaryDirectory() as scratch:  # Hydra writes a sweep's record; showing plans leaves nothing behind
         run_hydra_app(show, [*words, f"hydra.sweep.dir={scratch}"] if is_sweep else words)

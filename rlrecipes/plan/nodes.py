@@ -38,6 +38,7 @@ from rlrecipes.config.schema import (
 from rlrecipes.config.validation import to_problems
 from rlrecipes.errors import ConfigError
 from rlrecipes.plan.difference import RECORD
+from rlrecipes.plan.memory_nodes import MemoryNode
 from rlrecipes.plan.packing import compute_micro_batch_multiple, compute_sample_multiple
 from rlrecipes.plan.predictions import StepTimeNode
 
@@ -297,6 +298,8 @@ class Plan(Section):
     tracking: TrackingConfig
     notes: tuple[str, ...]
     """What a reader should know: consequences of the choices made."""
+    memory: MemoryNode | None
+    """Predicted of every kind of GPU; None where nothing is known of the GPUs, or there are none."""
     step_time: StepTimeNode | None
     """Of one step, predicted; None: no GPU is described, or others run the engines."""
     changes: dict[str, Any]

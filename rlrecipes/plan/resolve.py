@@ -13,6 +13,8 @@ from rlrecipes.errors import ConfigError, Problem, name_rule
 from rlrecipes.plan.cluster import to_cluster_node
 from rlrecipes.plan.difference import flatten
 from rlrecipes.plan.facts import find_obstacles, read_shapes
+from rlrecipes.plan.memory import compute_memory, find_memory_problems, find_served_engines, load_memory_constants
+from rlrecipes.plan.memory_nodes import MemoryNode
 from rlrecipes.plan.native import judge_native
 from rlrecipes.plan.nodes import (
     PLAN_VERSION,
@@ -26,11 +28,10 @@ from rlrecipes.plan.nodes import (
 )
 from rlrecipes.plan.parameters import compute_flops_per_token, compute_num_parameters
 from rlrecipes.plan.placement import Placement, place
-from rlrecipes.plan.predictions import StepTimeNode
 from rlrecipes.plan.rules.rule import Facts
 from rlrecipes.plan.rules.table import check_recipe
 from rlrecipes.plan.serving import build_served_models, build_sync_routes
-from rlrecipes.plan.step_inputs import to_step_inputs
+from rlrecipes.plan.step_inputs import StepInputs, to_step_inputs
 from rlrecipes.plan.step_time import compute_step_time, load_time_constants
 from rlrecipes.plan.time_constants import TimeConstants
 
@@ -74,6 +75,8 @@ def resolve(
     ]
     problems += check_recipe(Facts(config, shapes, hosts, cluster, placement))
     constants = _read_constants(config, problems)
+    inputs = to_step_inputs(config, shapes, cluster, placement) if shapes is not None and constants else None
+    memory = _predict_memory(config, inputs, placement, problems) if inputs is not None else None
     if earlier or problems or shapes is None:
         wrong = {problem.where for problem in earlier}
         found = [dataclasses.replace(p, origin=origin_of(dict(origins), p.where)) for p in problems]
@@ -105,7 +108,8 @@ def resolve(
         schedule=config.schedule,
         tracking=config.tracking,
         notes=(*_notes(config), *_obstacles(model), *notes, *placement.notes, *native.notes),
-        step_time=_predict(config, shapes, cluster, placement, constants),
+        memory=memory,
+        step_time=compute_step_time(inputs, constants, config.calibration) if inputs and constants else None,
         changes=_changes(config, dict(origins)),
         choices=dict(choices),
         provenance=dict(origins),
@@ -122,15 +126,13 @@ def _read_constants(config: RunConfig, problems: list[Problem]) -> TimeConstants
         return None
 
 
-def _predict(
-    config: RunConfig,
-    shapes: ModelShapes,
-    cluster: ClusterNode,
-    placement: Placement,
-    constants: TimeConstants | None,
-) -> StepTimeNode | None:
-    inputs = to_step_inputs(config, shapes, cluster, placement)
-    return None if inputs is None or constants is None else compute_step_time(inputs, constants, config.calibration)
+def _predict_memory(config: RunConfig, inputs: StepInputs, placement: Placement, problems: list[Problem]) -> MemoryNode:
+    """Memory of every GPU; what does not fit is a problem."""
+    constants = load_memory_constants(config.calibration)
+    served = find_served_engines(config, inputs.shapes, placement)
+    memory = compute_memory(inputs, constants, served)
+    problems += name_rule(find_memory_problems(inputs, constants, memory, served), "memory")
+    return memory
 
 
 def _changes(config: RunConfig, origins: Origins) -> dict[str, Any]:
@@ -161,6 +163,7 @@ def _obstacles(model: ModelNode) -> list[str]:
 def _batch(config: RunConfig) -> BatchNode:
     prompts, parts = config.schedule.prompts_per_step, config.schedule.num_train_steps
     group = config.algo.group_size if isinstance(config.algo, RlConfig) else 1
+    longest = config.rollout.generate.compute_response_tokens(config.rollout.sampling.max_new_tokens)
     return BatchNode(
         prompts_per_step=prompts,
         group_size=group,
@@ -168,7 +171,7 @@ def _batch(config: RunConfig) -> BatchNode:
         num_train_steps=parts,
         prompts_per_train_step=prompts // parts,
         rollouts_per_train_step=prompts // parts * group,
-        max_sample_tokens=config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens,
+        max_sample_tokens=config.data.max_prompt_tokens + longest,
     )
 
 

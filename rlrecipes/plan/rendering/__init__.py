@@ -13,6 +13,7 @@ from rich.text import Text
 
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.plan.rendering.gpu_map import build_gpu_map
+from rlrecipes.plan.rendering.predictions import build_predictions
 from rlrecipes.plan.rendering.tables import build_process_table, build_tables
 
 _HTML_WIDTH = 160
@@ -47,5 +48,6 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
     yield Text.assemble((plan.name, "bold"), f"  plan {plan.hash}  run directory {plan.run_dir}")
     yield from build_tables(plan)
     yield from build_gpu_map(plan)
+    yield from build_predictions(plan)
     yield build_process_table(plan)
     yield from (Text(f"note: {note}") for note in plan.notes)

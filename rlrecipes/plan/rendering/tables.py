@@ -76,7 +76,8 @@ def build_process_table(plan: Plan) -> Table:
         for group in model.server_groups:
             if group.engines:
                 names = _names([engine.name for engine in group.engines])
-                devices = tuple(device for engine in group.engines for device in engine.devices)
+                processes = [process for engine in group.engines for process in (engine, *engine.followers)]
+                devices = tuple(device for process in processes for device in process.devices)
                 table.add_row(names, _place(plan, devices), _command(group.engines[0]))
             for url in group.urls:
                 table.add_row(f"{model.name}-{group.name}", url, f"{group.worker_type} engine of somebody else's")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from rlrecipes.config.schema import ModelShapes, RunConfig
+from rlrecipes.plan.parameters import compute_stage_layers
 from rlrecipes.plan.rules.rule import Found, list_divisors_near, shape_rule
 
 _TP = "parallel.tensor_model_parallel_size"
@@ -42,11 +44,17 @@ def tp_and_cp_divide_linear_heads(config: RunConfig, shapes: ModelShapes) -> Ite
 
 @shape_rule(_PP, fix="use a divisor")
 def pp_divides_layers(config: RunConfig, shapes: ModelShapes) -> Iterator[Found]:
-    """Every pipeline stage has the same number of layers."""
+    """Every pipeline stage has the same number of layers, but where Megatron's own options say what is in the ends."""
     pp = config.parallel.pipeline_model_parallel_size
-    if shapes.num_layers % pp:
-        fix = f"use {list_divisors_near(pp, shapes.num_layers)}"
-        yield Found(_PP, f"is {pp}, which does not divide num_layers={shapes.num_layers}", fix)
+    sizes = [sum(map(len, chunks)) for chunks in compute_stage_layers(shapes, config.parallel)]
+    if sum(sizes) == shapes.num_layers and min(sizes) > 0:
+        return
+    even = list_divisors_near(pp, shapes.num_layers)
+    last = shapes.num_layers - (pp - 1) * math.ceil(shapes.num_layers / pp)
+    fix = f"use {even}"
+    if last > 0:
+        fix += f", or +parallel.megatron.num_layers_in_last_pipeline_stage={last}"
+    yield Found(_PP, f"is {pp}, which does not divide num_layers={shapes.num_layers}", fix)
 
 
 @shape_rule(_VPP, fix="use a divisor")

@@ -83,3 +83,19 @@ def test_html_says_the_same_and_needs_nothing_else():
     assert "policy-prefill-0" in page
     assert "src=" not in page
     assert "href=" not in page
+
+
+def test_memory_and_time_are_drawn_where_the_gpus_are_known():
+    recipe = compose(["recipe=qwen3_4b"])
+    hosts = (HostNode(name="n0", num_cpus=8, num_gpus=8, memory_bytes=1 << 41),)
+    plan = resolve(recipe.config, hosts, recipe.origins, choices=recipe.choices)
+    lines = text_of(plan).splitlines()
+    peaks = {role.name: role.peak_bytes for role in plan.memory.roles}
+    (row,) = [line for line in lines if line.split()[:1] == ["rollout"] and "░" in line]
+    assert f"{peaks['trainer+policy/main'] / (1 << 30):.1f}" in row
+    assert 0.9 < row.count("█") / 30 / (peaks["trainer+policy/main"] / plan.memory.usable_bytes) < 1.1
+    drawn = {line.split()[0]: line.count("█") for line in lines if "█" in line and "░" not in line}
+    assert drawn["rollout"] > drawn["train"] > 0
+    assert sum(drawn.values()) <= 44
+    assert any(plan.step_time.bottleneck in line for line in lines)
+    assert "memory of a GPU" not in text_of(plan_of("topology=pd"))  # nobody said what its GPUs are
