@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,6 +46,12 @@ _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "null": ("null", lambda value: value is None),
 }
 """Word of an inventory -> how it is told, and whether a value is one. ``null`` leaves a flag at its default."""
+
+
+_SUFFIXES = {
+    **{"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12},
+    **{"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +134,34 @@ def _to_option(entry: Mapping[str, Any]) -> Option:
         choices=tuple(entry.get("choices", ())),
         default=entry.get("default"),
     )
+
+
+def to_count(value: Any) -> int | None:
+    """A whole number as SGLang's command line reads it; ``32k`` is 32000, ``32Ki`` is 32768. None for what is none.
+
+    Args:
+        value: of an option.
+    """
+    if _is_int(value):
+        return int(value)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T)?", value.strip()) if isinstance(value, str) else None
+    return int(float(match[1]) * _SUFFIXES.get(match[2], 1)) if match else None
+
+
+def read_figures(native: Mapping[str, Any]) -> dict[str, Any]:
+    """SGLang's options with their numbers as numbers; what it would refuse is left out, and told elsewhere.
+
+    Args:
+        native: options under its own names.
+    """
+    options = load_inventory("sglang").groups["ServerArgs"] if native else {}
+    figures = {}
+    for name, value in native.items():
+        option = options.get(name)
+        if option is not None and option.find_problem(value) is None:
+            is_count = isinstance(value, str) and "int" in option.types
+            figures[name] = to_count(value) if is_count else value
+    return figures
 
 
 def read_installed_version(package: str, python: str | None) -> str | None:

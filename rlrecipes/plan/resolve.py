@@ -122,7 +122,7 @@ def _read_constants(config: RunConfig, problems: list[Problem]) -> TimeConstants
         is_needed = config.topology.device == "cuda" or config.calibration is not None
         return load_time_constants(config.calibration) if is_needed else None
     except ConfigError as error:
-        problems += error.problems
+        problems += name_rule(error.problems, "calibration")
         return None
 
 

@@ -19,6 +19,7 @@ from rlrecipes.config.schema import (
     WeightSyncConfig,
     WorkerType,
 )
+from rlrecipes.plan.inventory import read_figures
 from rlrecipes.plan.nodes import POLICY, ClusterNode, DeviceNode, Plan, ProcessNode, ServerGroupNode
 from rlrecipes.plan.placement import Placement
 
@@ -196,7 +197,7 @@ def build_engine_group(group: ServerGroupConfig, devices: tuple[tuple[DeviceNode
         tensor_parallel_size=group.gpus_per_engine // group.pipeline_parallel_size,
         pipeline_parallel_size=group.pipeline_parallel_size,
         attention_data_parallel_size=group.attention_data_parallel_size,
-        native=group.sglang,
+        native=read_figures(group.sglang),
         devices=devices,
     )
 
@@ -251,7 +252,7 @@ def _read_engine_group(group: ServerGroupNode) -> EngineGroup:
         tensor_parallel_size=group.gpus_per_engine // group.pipeline_parallel_size,
         pipeline_parallel_size=group.pipeline_parallel_size,
         attention_data_parallel_size=group.attention_data_parallel_size,
-        native=group.sglang,
+        native=read_figures(group.sglang),
         devices=tuple(_read_devices(engine) for engine in group.engines),
     )
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 
 from rlrecipes.config.schema import ModelShapes, RunConfig
+from rlrecipes.plan.inventory import to_count
 from rlrecipes.plan.packing import compute_micro_batch_multiple
 from rlrecipes.plan.rules.engines import list_trained
 from rlrecipes.plan.rules.rule import GROUP, Found, list_groups, rule, shape_rule
@@ -14,21 +14,6 @@ from rlrecipes.plan.rules.sampling import list_sampling
 
 ENGINE_MARGIN_TOKENS = 8
 """SGLang ends an answer 2 tokens before the context is full, and takes no prompt that leaves fewer than 7 there."""
-
-
-_SUFFIXES = {"k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
-
-
-def to_tokens(value: object) -> int | None:
-    """A number of tokens as SGLang reads it; ``32k`` is 32000, ``32Ki`` is 32768. None for what it is told elsewhere.
-
-    Args:
-        value: of the option.
-    """
-    if type(value) is int:
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(Ki|Mi|k|M)?", value.strip()) if isinstance(value, str) else None
-    return int(float(match[1]) * _SUFFIXES.get(match[2], 1)) if match else None
 
 
 def compute_longest(config: RunConfig) -> int:
@@ -81,7 +66,7 @@ def engines_hold_the_longest_rollout(config: RunConfig) -> Iterator[Found]:
     needed = compute_longest(config) + ENGINE_MARGIN_TOKENS
     for where, _, group in list_groups(config):
         for name in ("max_total_tokens", "context_length"):
-            held = to_tokens(group.sglang.get(name))
+            held = to_count(group.sglang.get(name))
             if held is not None and held < needed:
                 problem = f"is {held}; one longest rollout has {needed - ENGINE_MARGIN_TOKENS} tokens"
                 yield Found(f"{where}.sglang.{name}", problem, f"use at least {needed}")
@@ -91,7 +76,7 @@ def engines_hold_the_longest_rollout(config: RunConfig) -> Iterator[Found]:
 def engine_context_is_the_models(config: RunConfig, shapes: ModelShapes) -> Iterator[Found]:
     """SGLang refuses a context that is longer than the model's."""
     for where, group in list_trained(config):
-        held = to_tokens(group.sglang.get("context_length"))
+        held = to_count(group.sglang.get("context_length"))
         if held is not None and held > shapes.max_position_embeddings:
             problem = f"is {held}; the model has {shapes.max_position_embeddings} positions"
             yield Found(f"{where}.sglang.context_length", problem)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlrecipes.plan.inventory import Option, load_inventory, read_installed_version
+from rlrecipes.plan.inventory import Option, load_inventory, read_figures, read_installed_version, to_count
 
 REPOSITORY = Path(__file__).parents[3]
 INVENTORIES = REPOSITORY / "rlrecipes" / "plan" / "inventories"
@@ -110,3 +110,16 @@ def test_files_are_json_with_a_line_an_option():
         text = (INVENTORIES / f"{name}.json").read_text()
         options = [option for group in json.loads(text)["groups"].values() for option in group]
         assert all(text.count(f"\n      {json.dumps(option)}: ") >= 1 for option in options)
+
+
+def test_numbers_in_words_are_read_as_sglang_reads_them():
+    words = {"32k": 32000, "25.6k": 25600, "32Ki": 32768, "1M": 10**6, "1Mi": 2**20, "7": 7, " 7 ": 7, 7: 7}
+    assert {word: to_count(word) for word in words} == words
+    assert [to_count(value) for value in ("big", "1e3", "-1", "", None, 1.5, [1], True)] == [None] * 8
+
+
+def test_figures_are_what_sglang_would_take():
+    native = {"max_total_tokens": "32k", "mem_fraction_static": "big", "kv_cache_dtype": "fp8_e4m3", "no_such": 1}
+    assert read_figures(native) == {"max_total_tokens": 32000, "kv_cache_dtype": "fp8_e4m3"}
+    assert read_figures({"max_total_tokens": [1], "mem_fraction_static": 0.5}) == {"mem_fraction_static": 0.5}
+    assert read_figures({}) == {}
