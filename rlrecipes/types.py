@@ -172,7 +172,7 @@ class Rollout:
         prompt: what was asked.
         sibling: 0 .. group size - 1; with ``prompt.index`` it names the rollout.
         turns: in order; empty only when status is FAILED or ABORTED.
-        text: the response, decoded, for verifiers and people.
+        text: the last turn's answer, decoded, for verifiers and people.
         status: how it ended.
         reward: set by the reward stage; None before it.
         reason: why it failed or was aborted; empty otherwise.
@@ -187,6 +187,11 @@ class Rollout:
     reward: float | None = None
     reason: str = ""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens in order: what was shown and what was generated."""
+        return tuple(token for turn in self.turns for token in (*turn.observation_ids, *turn.completion.token_ids))
 
     @property
     def num_response_tokens(self) -> int:

@@ -81,7 +81,7 @@ def _measure(path: Path) -> Measurement:
         inputs=read_step_inputs(plan),
         observed=observed,
         lengths=_read_lengths(records),
-        max_new_tokens=plan.rollout.sampling.max_new_tokens,
+        max_new_tokens=plan.rollout.generate.compute_response_tokens(plan.rollout.sampling.max_new_tokens),
         max_prompt_tokens=plan.data.max_prompt_tokens,
     )
 

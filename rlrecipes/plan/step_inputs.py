@@ -79,7 +79,7 @@ class StepInputs:
         algo: the algorithm.
         schedule: steps and train steps.
         max_prompt_tokens: longest prompt.
-        max_new_tokens: longest answer.
+        max_new_tokens: longest answer; of several turns, all of them and what is shown between them.
         is_distribution_cut: whether sampling keeps only some tokens.
         max_concurrent_requests: over all engines.
         parallel: the trainer's layout.
@@ -155,7 +155,7 @@ def to_step_inputs(
         algo=config.algo,
         schedule=config.schedule,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        max_new_tokens=sampling.max_new_tokens,
+        max_new_tokens=config.rollout.generate.compute_response_tokens(sampling.max_new_tokens),
         is_distribution_cut=sampling.top_p < 1 or sampling.top_k != -1,
         max_concurrent_requests=config.rollout.max_concurrent_requests,
         parallel=config.parallel,
@@ -232,7 +232,7 @@ def read_step_inputs(plan: Plan) -> StepInputs | None:
         algo=plan.algo,
         schedule=plan.schedule,
         max_prompt_tokens=plan.data.max_prompt_tokens,
-        max_new_tokens=sampling.max_new_tokens,
+        max_new_tokens=plan.rollout.generate.compute_response_tokens(sampling.max_new_tokens),
         is_distribution_cut=sampling.top_p < 1 or sampling.top_k != -1,
         max_concurrent_requests=plan.rollout.max_concurrent_requests,
         parallel=ParallelConfig(**{name: getattr(trainer, name) for name in ParallelConfig.model_fields}),

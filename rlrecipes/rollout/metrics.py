@@ -14,7 +14,7 @@ from rlrecipes.types import Completion, Rollout, RolloutStatus
 def compute_rollout_metrics(collection: Collection, *, num_gpus: int, weight_version: int) -> dict[str, float]:
     """Compute the metrics of one collection.
 
-    Rewards, lengths and staleness speak of answered rollouts (completed or truncated); when there is none, their
+    Rewards, lengths, turns and staleness speak of answered rollouts (completed or truncated); when there is none, their
     metrics are absent.
 
     Args:
@@ -43,6 +43,8 @@ def compute_rollout_metrics(collection: Collection, *, num_gpus: int, weight_ver
     answered = [rollout for rollout in rollouts if is_answered(rollout)]
     if answered:
         metrics |= _compute_reward_metrics(answered) | _compute_length_metrics(answered)
+        num_turns = [len(rollout.turns) for rollout in answered]
+        metrics |= {"rollout/mean_turns": fmean(num_turns), "rollout/max_turns": max(num_turns)}
         metrics |= _compute_staleness_metrics([t.completion for r in answered for t in r.turns], weight_version)
     return metrics
 

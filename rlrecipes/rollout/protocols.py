@@ -59,6 +59,28 @@ class Tokenizer(Protocol):
         """Text of token ids."""
 
 
+class ObservationEncoder(Protocol):
+    """Observations as token ids (``data/observations.py``)."""
+
+    def check(self) -> None:
+        """Find out whether sampled ids can stay as they are; told before anything starts.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+
+    def encode(self, text: str, answer_ids: Sequence[int]) -> tuple[int, ...]:
+        """What follows an answer's ids when a text is shown to the policy, up to where it answers again.
+
+        Args:
+            text: of the observation.
+            answer_ids: the answer before it.
+
+        Raises:
+            ValueError: the text cannot be shown.
+        """
+
+
 class GenerateFunction(Protocol):
     """Runs one rollout, all its turns."""
 

@@ -77,7 +77,7 @@ class ScoringReward:
     async def _ask(self, role: Role, rollout: Rollout) -> TokenScores | str:
         """Scores of all tokens after the first observation, or why there are none."""
         scorer, prompt = self._scorers[role], rollout.prompt
-        ids = [token for turn in rollout.turns for token in (*turn.observation_ids, *turn.completion.token_ids)]
+        ids = rollout.token_ids
         if scorer.vocab_size is not None and max(ids) >= scorer.vocab_size:
             return f"the {role} has no token {max(ids)}: its vocabulary ends at {scorer.vocab_size}"
         try:

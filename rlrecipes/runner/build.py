@@ -13,21 +13,24 @@ from rlrecipes.config.schema import RlConfig, SamplingConfig
 from rlrecipes.data.buffer import SampleBuffer
 from rlrecipes.data.encoding import PromptEncoder
 from rlrecipes.data.jsonl import JsonlPromptSource
+from rlrecipes.data.observations import ObservationEncoder
 from rlrecipes.data.sft import SftSource
 from rlrecipes.data.tokenizer import load_tokenizer
 from rlrecipes.engines.sglang.serving import ServingClient
-from rlrecipes.errors import DataError
+from rlrecipes.errors import DataError, RunError
 from rlrecipes.plan.nodes import POLICY, Plan, ServedModelNode
 from rlrecipes.rewards.registry import build_reward
 from rlrecipes.rollout.collector import Collector
+from rlrecipes.rollout.environments import Judge
 from rlrecipes.rollout.filters import build_filters
-from rlrecipes.rollout.generate import SingleTurn
+from rlrecipes.rollout.generate import Policy
 from rlrecipes.rollout.groups import GroupGenerator
 from rlrecipes.rollout.protocols import Reward
+from rlrecipes.rollout.registry import GenerateBuilder, build_generate
 from rlrecipes.rollout.scoring import Role, Scorer, ScoringReward
 from rlrecipes.runner.preparation import to_row_keys
 from rlrecipes.tracking.tracker import Tracker, build_tracker
-from rlrecipes.types import Prompt, SamplingParams
+from rlrecipes.types import Group, Prompt, Rollout, RolloutStatus, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -82,6 +85,7 @@ class Inputs:
         sft: training samples; None for RL.
         eval_prompts: held out; empty when nothing is.
         reward: what rewards groups.
+        generate: what runs a rollout, once it is told whom to ask.
         clients: the ways to served models.
     """
 
@@ -90,6 +94,7 @@ class Inputs:
     sft: SftSource | None
     eval_prompts: tuple[Prompt, ...]
     reward: Reward
+    generate: GenerateBuilder
     clients: ServedClients
 
 
@@ -117,7 +122,7 @@ def build_inputs(plan: Plan, reward: Reward, clients: ServedClients, *, should_t
         should_train: whether the training file is read.
 
     Raises:
-        InputError: a file is missing or malformed.
+        InputError: a file is missing or malformed, or a generate function or an environment does not fit.
     """
     tokenizer = load_tokenizer(plan.model.path)
     for role, model in _find_scorers(plan):
@@ -135,7 +140,21 @@ def build_inputs(plan: Plan, reward: Reward, clients: ServedClients, *, should_t
         prompts = JsonlPromptSource(path, name=plan.data.name, **common)
     elif should_train:
         sft = SftSource(path, max_sample_tokens=plan.batch.max_sample_tokens, **common)
-    return Inputs(tokenizer, prompts, sft, _read_eval_prompts(plan, encoder), reward, clients)
+    observations = ObservationEncoder(tokenizer, plan.data.apply_chat_template, plan.rollout.generate.observation_role)
+    generate = build_generate(plan.rollout, judge=_build_judge(reward), encoder=observations)
+    return Inputs(tokenizer, prompts, sft, _read_eval_prompts(plan, encoder), reward, generate, clients)
+
+
+def _build_judge(reward: Reward) -> Judge:
+    """What environments may ask of a rollout as it stands."""
+
+    async def judge(rollout: Rollout) -> float:
+        (judged,) = (await reward.reward_group(Group(rollout.prompt, (rollout,)))).rollouts
+        if judged.status is RolloutStatus.FAILED:
+            raise RunError("reward", judged.reason, "see the log of the reward")
+        return judged.reward or 0.0
+
+    return judge
 
 
 def _find_scorers(plan: Plan) -> Iterator[tuple[Role, ServedModelNode]]:
@@ -209,7 +228,7 @@ def _build_generator(
     plan: Plan, inputs: Inputs, sampling: SamplingConfig, group_size: int, purpose: Literal["train", "eval"]
 ) -> GroupGenerator:
     run_id = f"{plan.name}-{purpose}"
-    generate = SingleTurn(
+    policy = Policy(
         inputs.clients[POLICY],
         tokenizer=inputs.tokenizer,
         sampling=to_sampling_params(sampling),
@@ -218,7 +237,7 @@ def _build_generator(
     )
     scorers = _build_scorers(plan, inputs.clients) if purpose == "train" else {}
     reward = ScoringReward(inputs.reward, scorers, run_id=run_id) if scorers else inputs.reward
-    return GroupGenerator(generate, reward, group_size)
+    return GroupGenerator(inputs.generate(policy), reward, group_size)
 
 
 def _build_scorers(plan: Plan, clients: ServedClients) -> dict[Role, Scorer]:

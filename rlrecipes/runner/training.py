@@ -89,7 +89,7 @@ class Learner:
         parts, extra = [], []
         for first, end in zip(bounds, bounds[1:], strict=False):
             part, metrics = assign_credit(
-                samples[first:end], algo, max_new_tokens=self._plan.rollout.sampling.max_new_tokens
+                samples[first:end], algo, max_new_tokens=self._plan.rollout.max_generated_tokens
             )
             parts.append(part)
             extra.append(metrics)
@@ -221,7 +221,7 @@ class Learner:
         algo = self._plan.algo
         divisor = None
         if isinstance(algo, RlConfig):
-            divisor = algo.aggregation_divisor or self._plan.rollout.sampling.max_new_tokens
+            divisor = algo.aggregation_divisor or self._plan.rollout.max_generated_tokens
         weights = compute_loss_weights(
             mode=algo.aggregation,
             loss_masks=[torch.tensor(sample.loss_mask) for sample in samples],

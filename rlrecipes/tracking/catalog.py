@@ -108,6 +108,12 @@ ROLLOUT = (
         "near (group size - 1) / group size is the most single turns can reach",
         "higher",
     ),
+    Metric(
+        "rollout/mean_turns", "turns", "mean answers of a rollout", "retrying: falling means right at once more often"
+    ),
+    Metric(
+        "rollout/max_turns", "turns", "most answers of a rollout of the step", "at the limit: episodes are cut there"
+    ),
     Metric("rollout/kv_cache_use_fraction", "fraction", "share of KV cache in use at the peak", "at 1: requests queue"),
     Metric("rollout/time_s", "s", "from the first request to the last answer of the step", "lower is faster", "lower"),
 )

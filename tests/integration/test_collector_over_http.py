@@ -19,7 +19,7 @@ from rlrecipes.errors import EngineError
 from rlrecipes.rewards.registry import build_reward
 from rlrecipes.rollout.collector import Collector
 from rlrecipes.rollout.evaluation import run_evaluation
-from rlrecipes.rollout.generate import SingleTurn
+from rlrecipes.rollout.generate import Policy, SingleTurn
 from rlrecipes.rollout.groups import GroupGenerator
 from rlrecipes.rollout.metrics import compute_rollout_metrics
 from rlrecipes.rollout.samples import to_samples
@@ -94,7 +94,7 @@ async def running_road(server, prompts_path, *, timeout_s=30, max_failed_fractio
             should_shuffle=True,
         )
         async with ServingClient(str(http.make_url("")), timeout_s=timeout_s, max_connections=16) as client:
-            generate = SingleTurn(client, tokenizer=server.tokenizer, sampling=SAMPLING, seed=5, run_id="run")
+            generate = SingleTurn(Policy(client, tokenizer=server.tokenizer, sampling=SAMPLING, seed=5, run_id="run"))
             reward = build_reward("math", timeout_s=30, options={"extraction": "whole"})
             generator = GroupGenerator(generate, reward, group_size=4)
             collector = Collector(

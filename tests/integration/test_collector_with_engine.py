@@ -21,7 +21,7 @@ from rlrecipes.errors import EngineError
 from rlrecipes.rewards.registry import build_reward
 from rlrecipes.rollout.collector import Collector
 from rlrecipes.rollout.evaluation import run_evaluation
-from rlrecipes.rollout.generate import SingleTurn
+from rlrecipes.rollout.generate import Policy, SingleTurn
 from rlrecipes.rollout.groups import GroupGenerator
 from rlrecipes.rollout.metrics import compute_rollout_metrics
 from rlrecipes.rollout.samples import to_samples
@@ -80,7 +80,7 @@ def make_road(client, model_path, prompts_path):
         seed=1,
         should_shuffle=True,
     )
-    generate = SingleTurn(client, tokenizer=tokenizer, sampling=SAMPLING, seed=5, run_id="run")
+    generate = SingleTurn(Policy(client, tokenizer=tokenizer, sampling=SAMPLING, seed=5, run_id="run"))
     reward = build_reward("math", timeout_s=30, options={"extraction": "whole"})
     generator = GroupGenerator(generate, reward, group_size=4)
     collector = Collector(
@@ -111,11 +111,13 @@ def test_greedy_rollouts_of_a_group_are_equal(engine, model_path, prompts_path):
         async with ServingClient(engine[1], timeout_s=30, max_connections=16) as client:
             source, generator, _ = make_road(client, model_path, prompts_path)
             greedy = SingleTurn(
-                client,
-                tokenizer=load_tokenizer(model_path),
-                sampling=replace(SAMPLING, temperature=0.0),
-                seed=5,
-                run_id="x",
+                Policy(
+                    client,
+                    tokenizer=load_tokenizer(model_path),
+                    sampling=replace(SAMPLING, temperature=0.0),
+                    seed=5,
+                    run_id="x",
+                )
             )
             return await replace(generator, generate=greedy).run(source.prompt(0), asyncio.Semaphore(8))
 

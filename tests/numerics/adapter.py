@@ -42,7 +42,7 @@ from rlrecipes.algos.value_loss import (
 )
 from rlrecipes.batching.grid import build_grid
 from rlrecipes.data.records import to_group, to_record
-from rlrecipes.rollout.generate import SingleTurn
+from rlrecipes.rollout.generate import Policy, SingleTurn
 from rlrecipes.rollout.samples import to_samples
 from rlrecipes.types import Completion, Group, Prompt, Rollout, RolloutStatus, SamplingParams, Turn
 
@@ -291,7 +291,9 @@ def sampled_turn(prompt_ids, token_ids, rollout_logprobs, tokenizer):
     """One answer through the generate function, which decodes it, to what is trained."""
     completion = Completion(tuple(token_ids), tuple(rollout_logprobs), "stop", 0)
     generate = SingleTurn(
-        Sampled(completion), tokenizer=tokenizer, sampling=SamplingParams(max_new_tokens=99), seed=0, run_id="run"
+        Policy(
+            Sampled(completion), tokenizer=tokenizer, sampling=SamplingParams(max_new_tokens=99), seed=0, run_id="run"
+        )
     )
     prompt = Prompt(0, tuple(prompt_ids), tokenizer.decode(prompt_ids), "")
     return train_tokens(asyncio.run(generate(prompt, 0)))

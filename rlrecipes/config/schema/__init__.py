@@ -19,7 +19,13 @@ from rlrecipes.config.schema.data import DataConfig, RewardConfig, TasksConfig
 from rlrecipes.config.schema.model import Family, ModelConfig, ModelShapes
 from rlrecipes.config.schema.optim import OptimConfig
 from rlrecipes.config.schema.parallel import ParallelConfig
-from rlrecipes.config.schema.rollout import EvaluationConfig, RolloutConfig, SamplingConfig
+from rlrecipes.config.schema.rollout import (
+    EnvironmentConfig,
+    EvaluationConfig,
+    GenerateConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
 from rlrecipes.config.schema.run import RunConfig
 from rlrecipes.config.schema.schedule import ScheduleConfig, TrackingConfig, WeightSyncConfig
 from rlrecipes.config.schema.section import (
@@ -49,9 +55,11 @@ __all__ = [
     "Decay",
     "DistillationConfig",
     "EngineKind",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "Family",
     "Fraction",
+    "GenerateConfig",
     "GpuConfig",
     "KlConfig",
     "ModelConfig",

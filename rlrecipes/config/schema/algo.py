@@ -60,7 +60,7 @@ class OverlongConfig(Section):
     """What length does to a rollout (DAPO)."""
 
     buffer_tokens: NonNegativeInt
-    """The reward falls over the last so many tokens before max_new_tokens; 0: it does not."""
+    """The reward falls over the last so many tokens before max_new_tokens x max_turns; 0: it does not."""
     penalty_coef: NonNegativeFloat
     """How far it falls, in units of the reward."""
     should_filter: bool
@@ -141,7 +141,7 @@ class RlConfig(Section):
     """Mean over samples, rollouts or prompts of their token means; mean over all trained tokens; or mean over rollouts
     of their token sums / aggregation_divisor."""
     aggregation_divisor: PositiveFloat | None
-    """Tokens, for aggregation constant; null: rollout.sampling.max_new_tokens."""
+    """Tokens, for aggregation constant; null: rollout.sampling.max_new_tokens x max_turns."""
     old_logprobs: Literal["recompute", "rollout"]
     """Where the ratio's denominator comes from: the trainer's weights before the update, or the engine. Decoupled PPO
     is recompute with off_policy.correction=decoupled."""

@@ -70,7 +70,7 @@ def filter_can_keep_a_group(config: RunConfig, algo: RlConfig) -> Iterator[Found
 @rl_rule("algo.overlong.buffer_tokens", fix="lower it, usually to a fifth of max_new_tokens")
 def overlong_buffer_fits_the_response(config: RunConfig, algo: RlConfig) -> Iterator[Found]:
     """The reward cannot fall over more tokens than a response has."""
-    limit = config.rollout.sampling.max_new_tokens
+    limit = config.rollout.max_generated_tokens
     if algo.overlong is not None and algo.overlong.buffer_tokens > limit:
         problem = f"is {algo.overlong.buffer_tokens}; a response has at most {limit} tokens"
         yield Found("algo.overlong.buffer_tokens", problem)

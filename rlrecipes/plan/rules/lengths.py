@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rlrecipes.config.schema import ModelShapes, RunConfig
+from rlrecipes.config.schema import GenerateConfig, ModelShapes, RunConfig
 from rlrecipes.plan.inventory import to_count
 from rlrecipes.plan.packing import compute_micro_batch_multiple
 from rlrecipes.plan.rules.engines import list_trained
@@ -22,21 +22,29 @@ def compute_longest(config: RunConfig) -> int:
     Args:
         config: the recipe.
     """
-    return config.data.max_prompt_tokens + max(sampling.max_new_tokens for _, sampling in list_sampling(config))
+    most_new = max(sampling.max_new_tokens for _, sampling in list_sampling(config))
+    return config.data.max_prompt_tokens + config.rollout.generate.compute_response_tokens(most_new)
 
 
 @shape_rule(
     "rollout.sampling.max_new_tokens",
     "rollout.evaluation.sampling.max_new_tokens",
-    fix="lower it, or data.max_prompt_tokens",
+    fix="lower it, data.max_prompt_tokens, or the turns and observations of rollout.generate",
 )
 def rollouts_fit_the_model(config: RunConfig, shapes: ModelShapes) -> Iterator[Found]:
     """A model has no positions beyond its longest sequence."""
-    prompt, room = config.data.max_prompt_tokens, shapes.max_position_embeddings
+    prompt, room, generate = config.data.max_prompt_tokens, shapes.max_position_embeddings, config.rollout.generate
     for where, sampling in list_sampling(config):
-        if prompt + sampling.max_new_tokens > room:
-            problem = f"{prompt} prompt + {sampling.max_new_tokens} new tokens exceed the model's {room}"
+        if prompt + generate.compute_response_tokens(sampling.max_new_tokens) > room:
+            problem = f"{prompt} prompt + {_tell_response(generate, sampling.max_new_tokens)} exceed the model's {room}"
             yield Found(f"{where}.max_new_tokens", problem)
+
+
+def _tell_response(generate: GenerateConfig, max_new_tokens: int) -> str:
+    if generate.max_turns == 1:
+        return f"{max_new_tokens} new tokens"
+    observations = f"{generate.max_turns - 1} x {generate.max_observation_tokens} observation tokens"
+    return f"{generate.max_turns} x {max_new_tokens} new + {observations}"
 
 
 @shape_rule("rollout.sampling.max_new_tokens", fix="lower it, or data.max_prompt_tokens")

@@ -19,6 +19,7 @@ from rlrecipes.plan.rules import (
     shapes,
     speculative,
     topology,
+    turns,
     weight_sync,
 )
 from rlrecipes.plan.rules.rule import Facts, Rule
@@ -28,6 +29,7 @@ _SUBJECTS = (
     objective,
     credit,
     sampling,
+    turns,
     data,
     lengths,
     topology,

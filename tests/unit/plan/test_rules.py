@@ -32,6 +32,8 @@ GROUPS = {"model.shapes.num_query_groups": 4}
 BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 OPD = ("algo=opd",)
 TEACHER_PATH, TEACHER = "algo.distillation.teacher_path", "algo.distillation.teacher_model"
+GENERATE = "rollout.generate"
+TURNS = ("rollout=multi_turn",)
 NEXTN = {f"{SGLANG}.speculative_algorithm": "NEXTN"}
 
 CASES = [
@@ -91,6 +93,8 @@ CASES = [
          {"rollout.filters": ["nonzero_variance"], "algo.group_size": 2}, ("algo=reinforce_plus_plus",)),
     Case("overlong_buffer_fits_the_response", "algo.overlong.buffer_tokens", {"algo.overlong.buffer_tokens": 17},
          {"algo.overlong.buffer_tokens": 16}, ("algo=dapo",)),
+    Case("overlong_buffer_fits_the_response", "algo.overlong.buffer_tokens", {"algo.overlong.buffer_tokens": 33},
+         {"algo.overlong.buffer_tokens": 32}, ("algo=dapo", "rollout=multi_turn")),
     Case("distillation_has_a_teacher", TEACHER_PATH, {}, {TEACHER_PATH: "MODEL"}, OPD),
     Case("distillation_has_a_teacher", TEACHER_PATH, {TEACHER_PATH: "nowhere"}, {TEACHER_PATH: "MODEL"}, OPD,
          told="config.json"),
@@ -117,6 +121,33 @@ CASES = [
          {"rollout.evaluation.sampling.top_k": -1}),
     Case("shortest_response_is_allowed", "rollout.sampling.min_new_tokens", {"rollout.sampling.min_new_tokens": 17},
          {"rollout.sampling.min_new_tokens": 16}),
+    # turns
+    Case("generate_function_is_known", f"{GENERATE}.name", {f"{GENERATE}.name": "single_trun"}, {},
+         told="did you mean 'single_turn'"),
+    Case("generate_function_fits", f"{GENERATE}.name", {f"{GENERATE}.name": "json:dumpss"}, {}),
+    Case("generate_function_fits", f"{GENERATE}.options", {f"{GENERATE}.options": {"depth": 2}}, {}),
+    Case("single_turn_is_one_turn", f"{GENERATE}.max_turns", {f"{GENERATE}.max_turns": 2}, {}),
+    Case("single_turn_is_one_turn", f"{GENERATE}.max_observation_tokens", {f"{GENERATE}.max_observation_tokens": 1},
+         {f"{GENERATE}.max_observation_tokens": 1, f"{GENERATE}.name": "a:b"}),
+    Case("multi_turn_has_room_for_turns", f"{GENERATE}.max_turns", {f"{GENERATE}.max_turns": 1},
+         {f"{GENERATE}.max_turns": 2}, TURNS),
+    Case("multi_turn_has_room_for_turns", f"{GENERATE}.max_observation_tokens",
+         {f"{GENERATE}.max_observation_tokens": 0}, {f"{GENERATE}.max_observation_tokens": 1}, TURNS),
+    Case("environment_has_a_reader", f"{GENERATE}.environment", {f"{GENERATE}.environment": None}, {}, TURNS),
+    Case("environment_has_a_reader", f"{GENERATE}.environment", {f"{GENERATE}.name": "single_turn"},
+         {f"{GENERATE}.name": "single_turn", f"{GENERATE}.environment": None}, TURNS),
+    Case("observation_role_has_a_template", f"{GENERATE}.observation_role", {f"{GENERATE}.observation_role": "tool"},
+         {f"{GENERATE}.observation_role": "tool", "data.apply_chat_template": True}),
+    Case("environment_fits", f"{GENERATE}.environment.name", {f"{GENERATE}.environment.name": "rety"}, {}, TURNS,
+         told="did you mean 'retry'"),
+    Case("environment_fits", f"{GENERATE}.environment.name", {f"{GENERATE}.environment.name": "no_module:answer"}, {},
+         TURNS, told="no module"),
+    Case("environment_fits", f"{GENERATE}.environment.options", {f"{GENERATE}.environment.options": {}}, {}, TURNS,
+         told="feedback"),
+    Case("environment_fits", f"{GENERATE}.environment.options.feedbak",
+         {f"{GENERATE}.environment.options.feedbak": "no"}, {}, TURNS, told="did you mean 'feedback'"),
+    Case("environment_fits", f"{GENERATE}.environment.options.feedback",
+         {f"{GENERATE}.environment.options.feedback": 5}, {}, TURNS),
     # data
     Case("prompt_files_exist", "data.train_path", {"data.tasks": None}, {}),
     Case("evaluation_has_prompts", "schedule.eval_interval", {"data.eval_path": None},
@@ -128,6 +159,8 @@ CASES = [
     # lengths: 16 tokens of prompt, a model of 128
     Case("rollouts_fit_the_model", MAX_NEW, {MAX_NEW: 113}, {MAX_NEW: 112}),
     Case("rollouts_fit_the_model", EVAL_NEW, {EVAL_NEW: 113}, {EVAL_NEW: 112}),
+    Case("rollouts_fit_the_model", MAX_NEW, {f"{GENERATE}.max_observation_tokens": 81, EVAL_NEW: 15},
+         {f"{GENERATE}.max_observation_tokens": 80}, TURNS, told="2 x 16 new + 1 x 81 observation tokens"),
     Case("engines_finish_every_rollout", MAX_NEW, {MAX_NEW: 105}, {MAX_NEW: 104}, told="cut an answer at 120"),
     Case("engines_finish_every_rollout", MAX_NEW, {MAX_NEW: 112}, {MAX_NEW: 113}),
     Case("micro_batch_holds_the_longest_sample", "parallel.max_tokens_per_micro_batch",
@@ -135,6 +168,8 @@ CASES = [
     Case("micro_batch_holds_the_longest_sample", "parallel.max_tokens_per_micro_batch",
          {CP: 2, "data.max_prompt_tokens": 17, "parallel.max_tokens_per_micro_batch": 17},
          {CP: 2, "data.max_prompt_tokens": 17, "parallel.max_tokens_per_micro_batch": 18}, told="at least 18"),
+    Case("micro_batch_holds_the_longest_sample", "parallel.max_tokens_per_micro_batch",
+         {"parallel.max_tokens_per_micro_batch": 111}, {"parallel.max_tokens_per_micro_batch": 112}, TURNS),
     Case("engines_hold_the_longest_rollout", f"{SGLANG}.max_total_tokens", {f"{SGLANG}.max_total_tokens": 39},
          {f"{SGLANG}.max_total_tokens": 40}, told="has 32 tokens use at least 40"),
     Case("engines_hold_the_longest_rollout", f"{SGLANG}.context_length",
@@ -388,8 +423,8 @@ def test_rules_are_told_apart_and_explained():
 def test_every_key_a_rule_names_is_a_recipes():
     paths = {
         path
-        for algo in ("opd", "ppo", "dapo", "sft")
-        for path in recipe_paths(compose([f"algo={algo}"]).config.model_dump())
+        for words in (["algo=opd"], ["algo=ppo"], ["algo=dapo"], ["algo=sft"], ["rollout=multi_turn"])
+        for path in recipe_paths(compose(words).config.model_dump())
     }
     for rule in RULES:
         for key in rule.keys:

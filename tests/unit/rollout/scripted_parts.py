@@ -77,14 +77,16 @@ def fail_when(condition):
 
 
 def make_generator(client=None, reward=None, group_size=2):
-    from rlrecipes.rollout.generate import SingleTurn
+    from rlrecipes.rollout.generate import Policy, SingleTurn
 
     generate = SingleTurn(
-        client or ScriptedClient(),
-        tokenizer=NumberTokenizer(),
-        sampling=SamplingParams(max_new_tokens=4),
-        seed=5,
-        run_id="run",
+        Policy(
+            client or ScriptedClient(),
+            tokenizer=NumberTokenizer(),
+            sampling=SamplingParams(max_new_tokens=4),
+            seed=5,
+            run_id="run",
+        )
     )
     return GroupGenerator(generate, reward or RuleReward(), group_size)
 

@@ -60,6 +60,8 @@ def test_numbers_are_what_their_names_say():
             "rollout/time_s": 4.0,
             "rollout/tokens_per_s_per_gpu": 5.0,
             "rollout/longest_tokens_per_s": 6.0,
+            "rollout/mean_turns": 1.0,
+            "rollout/max_turns": 1,
             "rollout/prefix_cache_hit_fraction": 3 / 10,
             "staleness/mean": 2 / 5,
             "staleness/max": 2,
@@ -73,3 +75,13 @@ def test_without_an_answer_there_is_no_reward_to_report():
     assert "reward/mean" not in metrics and "response/mean_tokens" not in metrics
     assert metrics["rollout/failed_fraction"] == metrics["rollout/zero_variance_fraction"] == 1.0
     assert metrics["rollout/tokens_per_s_per_gpu"] == metrics["rollout/prefix_cache_hit_fraction"] == 0.0
+
+
+def test_turns_are_counted_a_rollout():
+    prompt = SOURCE.prompt(0)
+    one, three = (turn(4, 3, 0.5, 0),), (turn(1, 3, 0.5, 0),) * 3
+    rollouts = (make_rollout(prompt, 0, turns=one), make_rollout(prompt, 1, turns=three))
+    failed = make_rollout(prompt, 2, turns=one * 2, status=RolloutStatus.FAILED)
+    collection = Collection((Group(prompt, (*rollouts, failed)),), {}, 60, 4.0)
+    metrics = compute_rollout_metrics(collection, num_gpus=1, weight_version=3)
+    assert (metrics["rollout/mean_turns"], metrics["rollout/max_turns"]) == (2.0, 3)
