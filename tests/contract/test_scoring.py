@@ -53,6 +53,20 @@ def test_a_temperature_does_not_reach_the_logprobs_of_a_prompt(server: Server, r
     torch.testing.assert_close(torch.tensor(value), whole, atol=1e-5, rtol=0)
 
 
+def test_the_last_token_of_the_vocabulary_is_scored_as_any(server: Server, reference: Reference) -> None:
+    """SGLang 0.5.17 calls it 0 in its answer; what it says of it is right."""
+    last = reference.model.config.vocab_size - 1
+    ids = [*reference.prompt, last, 9, last]
+    start = len(reference.prompt)
+    found = asyncio.run(score(server.url, ids, start))
+    expected = reference.logprobs(ids)[start - 1 :].gather(1, torch.tensor([[last], [9], [last]])).squeeze(1)
+    torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-5, rtol=0)
+    assert (expected[0] - reference.logprobs(ids)[start - 1, 0]).abs() > 0.1
+    entries = server.generate(ids, body={"logprob_start_len": start - 1})["meta_info"]["input_token_logprobs"]
+    told = last if server.kind == "embedded" else 0
+    assert [entry[1] for entry in entries[1:]] == [told, 9, told]
+
+
 def test_a_reply_is_the_likeliest_one_under_the_models_template(server: Server, reference: Reference) -> None:
     async def ask() -> str:
         async with ServingClient(server.url, timeout_s=60, max_connections=8) as client:

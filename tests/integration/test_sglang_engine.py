@@ -20,6 +20,12 @@ REPOSITORY = Path(__file__).parents[2]
 CUT = ["rollout.sampling.temperature=0.7", "rollout.sampling.top_p=0.8", "rollout.sampling.top_k=12"]
 
 
+def find_python() -> str:
+    python = os.environ.get("RLRECIPES_SGLANG_PYTHON", str(REPOSITORY / ".venv-sglang" / "bin" / "python"))
+    assert Path(python).exists(), "the real SGLang is missing: run `make sglang`"
+    return python
+
+
 def write_model(path: Path) -> None:
     """A small model whose generation_config.json would have it sampled in another way."""
     recipe = compose(SMALL)
@@ -34,9 +40,7 @@ def write_model(path: Path) -> None:
 
 def test_one_step_with_the_real_sglang(tmp_path, monkeypatch):
     """Trainer and engine agree at the recipe's temperature, top_p and top_k: the model's directory decides nothing."""
-    python = os.environ.get("RLRECIPES_SGLANG_PYTHON", str(REPOSITORY / ".venv-sglang" / "bin" / "python"))
-    assert Path(python).exists(), "the real SGLang is missing: run `make sglang`"
-    monkeypatch.setenv("RLRECIPES_SGLANG_PYTHON", python)
+    monkeypatch.setenv("RLRECIPES_SGLANG_PYTHON", find_python())
     shell = CommandLine(tmp_path)
     write_model(tmp_path / "model")
     try:
@@ -50,6 +54,34 @@ def test_one_step_with_the_real_sglang(tmp_path, monkeypatch):
         assert metrics[1]["rollout/failed_fraction"] == 0
         assert metrics[1]["train/rollout_logprob_abs_diff_max"] < 1e-4
         assert metrics[1]["train/grad_norm"] > 0
+        assert shell.leftovers() == []
+    finally:
+        shell.close()
+
+
+def test_a_reference_served_by_the_real_sglang(tmp_path, monkeypatch):
+    """Serving the very weights that the policy starts from, it agrees with the trainer on every token."""
+    monkeypatch.setenv("RLRECIPES_SGLANG_PYTHON", find_python())
+    shell = CommandLine(tmp_path)
+    write_model(tmp_path / "model")
+    try:
+        left_out = ("deterministic=", "model.", "schedule.num_train_steps")
+        small = [word for word in SMALL if not word.startswith(left_out)]
+        model = ["model=hf", "model.name=small", f"model.path={tmp_path / 'model'}"]
+        where = "topology.served_models.reference"
+        group = f"{where}.server_groups.main"
+        served = [
+            f"+served_model@{where}=frozen",
+            f"+server_group@{group}=sglang",
+            f"{where}.path={tmp_path / 'model'}",
+        ]
+        served += [f"{group}.num_engines=1", f"{group}.python={find_python()}", f"{group}.start_timeout_s=300"]
+        served += [f"+{group}.sglang.max_total_tokens=16384", "algo.kl.reference_model=reference"]
+        shell.run("train", "name=run", "schedule.num_steps=2", *small, *model, *served, timeout_s=380)
+        metrics = shell.metrics("run")
+        assert metrics[1]["rollout/failed_fraction"] == metrics[2]["rollout/failed_fraction"] == 0
+        assert metrics[1]["train/ref_kl"] < 1e-9
+        assert metrics[2]["train/ref_kl"] > 1e-7
         assert shell.leftovers() == []
     finally:
         shell.close()
