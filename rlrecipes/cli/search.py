@@ -13,10 +13,9 @@ from typing import Any, cast
 
 from rlrecipes.config.compose import ComposedRecipe, compose
 from rlrecipes.errors import ConfigError, InputError, Problem
-from rlrecipes.plan.calibration import load_calibration
 from rlrecipes.plan.cluster import Cluster
 from rlrecipes.plan.facts import read_shapes
-from rlrecipes.plan.memory_constants import MemoryConstants
+from rlrecipes.plan.memory import load_memory_constants
 from rlrecipes.plan.predictions import StepTimeNode
 from rlrecipes.plan.search import Candidate, Constants, Objective, SearchResult, Start, search
 from rlrecipes.plan.step_time import compute_step_time, load_time_constants
@@ -75,7 +74,7 @@ def run(arguments: list[str]) -> None:
         fix = "use a described cluster, e.g. cluster=h100_8, or gpu@cluster.gpu=NAME"
         raise InputError("cluster", "does not say what its GPUs are: no time can be predicted", fix)
     path = recipe.config.calibration
-    constants = Constants(load_time_constants(path), MemoryConstants(**load_calibration(path).values("memory")))
+    constants = Constants(load_time_constants(path), load_memory_constants(path))
     result = search([start for start, _ in starts], shapes, cluster.node, cluster.hosts, constants, objective, top)
     found = _confirm(result.candidates, asked.config_dir)
     if not found:

@@ -91,10 +91,11 @@ def _held_bytes(inputs: StepInputs) -> float:
 
 
 def compute_checkpoint_time(inputs: StepInputs, constants: TimeConstants) -> float:
-    """Seconds to write one checkpoint: weights in fp32 with their moments, each once.
+    """Seconds to write one checkpoint: weights in fp32 with their moments, each once, by all nodes of the trainer.
 
     Args:
         inputs: of the step.
         constants: of the model.
     """
-    return compute_num_parameters(inputs.shapes) * _STATE_BYTES / constants.disk_bytes_per_s
+    num_nodes = len({device.node for device in inputs.trainer_devices})
+    return compute_num_parameters(inputs.shapes) * _STATE_BYTES / (num_nodes * constants.disk_bytes_per_s)

@@ -137,4 +137,11 @@ def test_a_slow_link_holds_prompts_back_from_decode_engines():
     waiting, longer = (compute_step_time(each, CONSTANTS).parts["rollout.waiting"] for each in (inputs, slow))
     # the last prompt's cache: 256 tokens x 36 layers x 2 x 8 heads x 128 x 2 bytes, 8 siblings
     sent = 256 * 36 * 2 * 8 * 128 * 2 * 8 / (5e7 * CONSTANTS.nic_fraction)
-    assert longer > waiting + sent
+    assert longer > sent > 100 * waiting
+
+
+def test_all_nodes_of_the_trainer_write_a_checkpoint():
+    one = compute_step_time(inputs_of(*COLOCATED), CONSTANTS).checkpoint_s
+    assert one == pytest.approx(12 * NUM_PARAMETERS / CONSTANTS.disk_bytes_per_s)
+    two = inputs_of(*APART, "cluster=h100_8x4", "parallel.data_parallel_size=16")
+    assert compute_step_time(two, CONSTANTS).checkpoint_s == pytest.approx(one / 2)
