@@ -75,7 +75,8 @@ def resolve(
     ]
     problems += check_recipe(Facts(config, shapes, hosts, cluster, placement))
     constants = _read_constants(config, problems)
-    inputs = to_step_inputs(config, shapes, cluster, placement) if shapes is not None and constants else None
+    is_priced = constants is not None and placement.trainer
+    inputs = to_step_inputs(config, shapes, cluster, placement) if shapes is not None and is_priced else None
     memory = _predict_memory(config, inputs, placement, problems) if inputs is not None else None
     if earlier or problems or shapes is None:
         wrong = {problem.where for problem in earlier}

@@ -57,17 +57,26 @@ def test_what_was_judged_cannot_be_changed():
 def test_every_key_that_names_a_function_is_judged_before_a_run():
     named = {
         f"{section.__name__}.{name}"
-        for section in (getattr(schema, name) for name in schema.__all__)
-        if isinstance(section, type) and issubclass(section, schema.Section)
+        for section in schema.Section.__subclasses__()
+        if section.__module__.startswith(schema.__name__)
         for name, field in section.model_fields.items()
         if "module:function" in (field.description or "")
     }
-    keys = {"RlConfig.policy_loss": "algo.policy_loss", "RewardConfig.name": "reward.name"}
+    keys = {
+        "RlConfig.policy_loss": "algo.policy_loss",
+        "RewardConfig.name": "reward.name",
+        "GenerateConfig.name": "rollout.generate.name",
+        "EnvironmentConfig.name": "rollout.generate.environment.name",
+    }
     assert named == set(keys)
     for key in keys.values():
-        assert "no module" in refuse(f"{key}=no_such_module:function")[key].problem
-        assert "has no function" in refuse(f"{key}=json:dump_s")[key].problem
-        assert "positional" in refuse(f"{key}=this_module_of_tests:takes_nothing")[key].problem
+        words = {
+            "no_such_module:function": "no module",
+            "json:dump_s": "has no function",
+            "this_module_of_tests:takes_nothing": "positional",
+        }
+        for path, said in words.items():
+            assert said in refuse("rollout=multi_turn", f"{key}={path}")[key].problem
 
 
 @pytest.fixture(autouse=True)
