@@ -67,14 +67,16 @@ class Policy:
         """Show the policy an observation and append its answer as a turn; token ids so far are sent as they are.
 
         Args:
-            rollout: COMPLETED so far; without turns at first.
+            rollout: so far, without turns at first; one that did not end its last answer by itself is over.
             observation_ids: what it is shown next: the prompt in the first turn.
 
         Returns:
-            The rollout with one more turn and the answer's text, without reward. FAILED, with the reason, when no
-            engine answered or the answer cannot be trained: no token, a log probability that is not finite, an unknown
-            finish reason.
+            The rollout with one more turn and the answer's text, without reward; one that is over as it is. FAILED,
+            with the reason, when no engine answered or the answer cannot be trained: no token, a log probability that
+            is not finite, an unknown finish reason.
         """
+        if rollout.status is not RolloutStatus.COMPLETED:
+            return rollout
         prompt, sibling, number = rollout.prompt, rollout.sibling, len(rollout.turns)
         key = f"{self.run_id}-{prompt.index}"
         try:

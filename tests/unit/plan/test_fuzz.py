@@ -25,6 +25,7 @@ URLS = "topology.served_models.policy.server_groups.main.urls=[http://there:3000
 BASES = {
     "default": [],
     "sft": ["algo=sft"],
+    "turns": ["rollout=multi_turn"],
     "ppo": ["algo=ppo", "parallel=tp2"],
     "dapo_pd": ["algo=dapo", "topology=pd", "cluster=h200_8"],
     "mixed": ["topology=mixed", "cluster=h100_8x2", "parallel.data_parallel_size=4"],

@@ -1,7 +1,9 @@
 """Which generate function a recipe gets, and what one of the user's own may do wrong."""
 
 import asyncio
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from scripted_parts import NumberSource, NumberTokenizer, ScriptedClient
@@ -13,6 +15,7 @@ from rlrecipes.rollout.multi_turn import MultiTurn
 from rlrecipes.rollout.registry import build_generate
 from rlrecipes.types import Rollout, RolloutStatus, SamplingParams
 
+PAGE = Path(__file__).parents[3] / "docs" / "rollouts.md"
 PROMPT = NumberSource().prompt(7)
 CODE = """
 from dataclasses import replace
@@ -55,9 +58,14 @@ class Encoder:
         return (len(text),)
 
 
+async def judge(rollout):
+    return float(len(rollout.turns) > 2)
+
+
 @pytest.fixture
 def build(tmp_path, monkeypatch):
     (tmp_path / "own_rollouts.py").write_text(CODE)
+    (tmp_path / "my_module.py").write_text("\n".join(re.findall("```python\n(.*?)```", PAGE.read_text(), re.DOTALL)))
     monkeypatch.syspath_prepend(tmp_path)
 
     def build(*words, encoder=None):
@@ -69,7 +77,7 @@ def build(tmp_path, monkeypatch):
             seed=5,
             run_id="run",
         )
-        return build_generate(config.rollout, judge=None, encoder=encoder or Encoder())(policy)
+        return build_generate(config.rollout, judge=judge, encoder=encoder or Encoder())(policy)
 
     return build
 
@@ -109,6 +117,14 @@ def test_a_function_of_ones_own_runs_rollouts(build):
     assert rollout.status is RolloutStatus.COMPLETED
 
 
+def test_a_rollout_that_is_over_gets_no_further_turn(build):
+    generate = build("name=own_rollouts:ask_twice", "max_turns=2", "max_observation_tokens=1")
+    client = generate.policy.client
+    client.answer = lambda completion, _: replace(completion, finish_reason="length")
+    rollout = run(generate)
+    assert (rollout.status, len(rollout.turns), len(client.requests)) == (RolloutStatus.TRUNCATED, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -124,3 +140,13 @@ def test_what_it_does_wrong_is_data(build, name, reason):
     assert rollout == replace(
         start_rollout(PROMPT, 1), status=RolloutStatus.FAILED, reason=f"own_rollouts:{name}: {reason}"
     )
+
+
+def test_what_the_page_shows_runs(build):
+    assert [
+        turn.observation_ids
+        for turn in run(build("name=my_module:run", "max_turns=2", "max_observation_tokens=2")).turns
+    ] == [(7,), (3, 4)]
+    words = ["name=multi_turn", "max_turns=9", "max_observation_tokens=99"]
+    rollout = run(build(*words, "environment={name: my_module:answer, options: {limit: 3}}"))
+    assert [turn.observation_ids for turn in rollout.turns] == [(7,), (8,), (8,)]
