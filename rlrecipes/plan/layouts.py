@@ -137,7 +137,7 @@ def iter_topologies(topology: TopologyConfig, shapes: ModelShapes, num_gpus: int
     for size in _powers_of_two(min(num_gpus, _MAX_ENGINE_GPUS)):
         if shapes.num_attention_heads % size or num_gpus % size:
             continue
-        sized = {name: group.model_copy(update={"gpus_per_engine": size}) for name, group in groups.items()}
+        sized = {name: _resize(group, size) for name, group in groups.items()}
         roles = {group.worker_type: name for name, group in groups.items()}
         if "prefill" not in roles:
             yield _with_groups(topology, sized)
@@ -148,6 +148,13 @@ def iter_topologies(topology: TopologyConfig, shapes: ModelShapes, num_gpus: int
                 name: group.model_copy(update={"num_engines": counts[name]}) for name, group in sized.items()
             }
             yield _with_groups(topology, counted)
+
+
+def _resize(group: ServerGroupConfig, size: int) -> ServerGroupConfig:
+    """Engines of another size: what splits them goes along as far as it divides them."""
+    splits = ("pipeline_parallel_size", "attention_data_parallel_size", "expert_parallel_size")
+    kept = {name: math.gcd(getattr(group, name), size) for name in splits}
+    return group.model_copy(update={"gpus_per_engine": size, **kept})
 
 
 def _list_prefill_engines(num_engines: int) -> Sequence[int]:

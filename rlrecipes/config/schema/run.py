@@ -35,7 +35,7 @@ class RunConfig(Section):
     """auto: from the run directory when it holds a checkpoint of the same recipe. never: refuse a used directory.
     required: refuse an unused one. accept_changes: resume although the recipe changed."""
     calibration: str | None
-    """File of constants that predictions of memory and time use, made by `rlrecipes calibrate`; null: the shipped one."""
+    """File of constants that predictions of memory and time use, from `rlrecipes calibrate`; null: the shipped one."""
     model: ModelConfig
     algo: Annotated[RlConfig | SftConfig, Field(discriminator="kind")]
     topology: TopologyConfig

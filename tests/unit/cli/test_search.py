@@ -85,6 +85,17 @@ def test_a_topology_can_be_fixed_and_one_that_the_recipe_contradicts_is_told(cap
     assert "server_groups.main" in told["skipped_topologies"]["pd"]
 
 
+def test_engines_of_another_size_split_their_experts_accordingly(capsys):
+    found = search(capsys, "recipe=qwen3_30b_a3b", "top=60")  # whose engines have TP 8 and EP 8
+    split = [
+        word for candidate in found["candidates"] for word in candidate["overrides"] if ".expert_parallel_size" in word
+    ]
+    assert split
+    resolved = resolve_recipe(compose(next(c["overrides"] for c in found["candidates"] if split[0] in c["overrides"])))
+    (group,) = resolved.policy.server_groups
+    assert group.gpus_per_engine == group.expert_parallel_size < 8
+
+
 def test_memory_decides_what_is_recomputed(capsys):
     long = ("model=qwen3_8b", "cluster=h200_2", "rollout.sampling.max_new_tokens=30000", "data.max_prompt_tokens=2000")
     found = search(capsys, *long, "top=1")
