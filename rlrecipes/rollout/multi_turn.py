@@ -52,7 +52,8 @@ class MultiTurn:
             A rollout without reward; its text is the last answer.
         """
         rollout = await self.policy.extend(start_rollout(prompt, sibling), prompt.token_ids)
-        answers, observations = (rollout.text,), tuple[str, ...]()
+        answers: tuple[str, ...] = (rollout.text,)
+        observations: tuple[str, ...] = ()
         while rollout.status is RolloutStatus.COMPLETED and len(rollout.turns) < self.max_turns:
             limit = asyncio.timeout(self.timeout_s)
             try:

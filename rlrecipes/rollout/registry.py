@@ -10,7 +10,7 @@ from rlrecipes.config.schema import RolloutConfig
 from rlrecipes.custom import load_custom
 from rlrecipes.plan.rules.turns import ENVIRONMENT, ENVIRONMENTS, GENERATE
 from rlrecipes.rollout.environments import Judge
-from rlrecipes.rollout.generate import Policy, SingleTurn, start_rollout
+from rlrecipes.rollout.generate import Policy, SingleTurn
 from rlrecipes.rollout.groups import is_answered
 from rlrecipes.rollout.multi_turn import MultiTurn, describe
 from rlrecipes.rollout.protocols import GenerateFunction, ObservationEncoder
@@ -31,7 +31,7 @@ class CustomGenerate:
         max_response_tokens: longest rollout without its prompt.
     """
 
-    function: Callable[[Policy, Prompt, int], Awaitable[Rollout]]
+    function: Callable[[Policy, Prompt, int], Awaitable[object]]
     name: str
     policy: Policy
     max_response_tokens: int
@@ -48,18 +48,17 @@ class CustomGenerate:
         """
         try:
             rollout = await self.function(self.policy, prompt, sibling)
+            if not isinstance(rollout, Rollout):
+                raise TypeError(f"gave {rollout!r}, not a Rollout")
             problem = self._find_problem(rollout, prompt, sibling)
+            if not problem:
+                return rollout
         # As with an environment: it speaks of this one rollout.
         except Exception as error:
             problem = describe(error)
-        if not problem:
-            return rollout
-        failed = start_rollout(prompt, sibling)
-        return Rollout(prompt, sibling, (), failed.text, RolloutStatus.FAILED, reason=f"{self.name}: {problem}")
+        return Rollout(prompt, sibling, (), "", RolloutStatus.FAILED, reason=f"{self.name}: {problem}")
 
     def _find_problem(self, rollout: Rollout, prompt: Prompt, sibling: int) -> str:
-        if not isinstance(rollout, Rollout):
-            return f"gave {rollout!r}, not a Rollout"
         if (rollout.prompt, rollout.sibling) != (prompt, sibling):
             return "gave the rollout of another prompt or sibling"
         if is_answered(rollout) and not rollout.num_response_tokens:

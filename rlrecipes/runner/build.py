@@ -66,7 +66,7 @@ class ServedClients(Mapping[str, ServingClient]):
         return self._clients[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in iter(self)  # a Mapping would look for the client
+        return any(name == own for own in self)  # a Mapping would look for the client
 
     def __iter__(self) -> Iterator[str]:
         return (model.name for model in self._plan.served_models)

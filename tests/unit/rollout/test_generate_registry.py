@@ -130,7 +130,7 @@ def test_a_rollout_that_is_over_gets_no_further_turn(build):
     [
         ("take_another", "gave the rollout of another prompt or sibling"),
         ("answer_nothing", "gave an answered rollout without a generated token"),
-        ("give_text", "gave 'text', not a Rollout"),
+        ("give_text", "TypeError: gave 'text', not a Rollout"),
         ("break_down", "ValueError: no luck"),
         ("ask_twice", "gave 5 tokens after the prompt; rollout.generate allows 4"),
     ],
