@@ -64,8 +64,8 @@ def place(config: RunConfig, hosts: tuple[HostNode, ...], problems: list[Problem
     counts = count_engines(config, hosts)
     if config.topology.device == "cpu":
         cpu = DeviceNode(node=0, gpu=None)
-        engines = {key: (cpu,) * group.gpus_per_engine for key, group in _engines(config, counts)}
-        return Placement((cpu,) * num_ranks, counts, engines)
+        processes = {key: (cpu,) * group.gpus_per_engine for key, group in _engines(config, counts)}
+        return Placement((cpu,) * num_ranks, counts, processes)
     gpus = [DeviceNode(node=node, gpu=gpu) for node, host in enumerate(hosts) for gpu in range(host.num_gpus)]
     trainer = gpus[:num_ranks]
     shared = _Pool(hosts, [0] * len(hosts))
