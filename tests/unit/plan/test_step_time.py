@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from step_recipes import APART, COLOCATED, CONSTANTS, LONG, MAIN, inputs_of, maybe_inputs_of, with_constants, with_gpu
 
 from rlrecipes.plan.engine_costs import compute_decode_costs
 from rlrecipes.plan.lengths import LengthDistribution, draw_lengths
+from rlrecipes.plan.parameters import compute_num_active_parameters
 from rlrecipes.plan.rollout_time import compute_distribution, compute_limits, compute_rollout_time
 from rlrecipes.plan.simulation import Request, simulate
 from rlrecipes.plan.step_time import WORDS, compute_step_time
@@ -385,3 +387,30 @@ def test_the_bottleneck_is_named_in_words():
     slow = with_constants(pause_abort_s=1e4)
     assert "pause_mode=in_place" in step_of(*COLOCATED, constants=slow).bottleneck
     assert "larger micro-batches" in step_of(*COLOCATED, constants=with_constants(layer_launch_s=10.0)).bottleneck
+
+
+FAMILIES = sorted(file.stem for file in (Path(__file__).parents[3] / "conf" / "model").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("model", [name for name in FAMILIES if name not in ("hf", "qwen3_tiny")])
+def test_every_family_has_a_time(model):
+    inputs = inputs_of(
+        *COLOCATED, f"model={model}", f"{MAIN}.gpus_per_engine=8", "rollout.sampling.max_new_tokens=2048"
+    )
+    step = compute_step_time(inputs, CONSTANTS)
+    assert min(step.rollout_s, step.train_s, step.weight_sync_s) > 0
+    assert step.longest_tokens_per_s < 1 / CONSTANTS.decode_step_s
+    # at least its weights' operations at the peak rate
+    least = (
+        3 * 2 * compute_num_active_parameters(inputs.shapes) * inputs.num_samples / (8 * inputs.gpu.bf16_flops_per_s)
+    )
+    assert step.train_s > least * step.response_tokens_mean * 0.9
+
+
+def test_a_token_of_many_experts_costs_what_it_visits():
+    """Qwen3-30B-A3B has 3.3e9 active parameters of 30.5e9: it trains nearer to a model of 4e9 than to one of 32e9."""
+    small, sparse, large = (
+        step_of(*COLOCATED, f"model={model}", f"{MAIN}.gpus_per_engine=4").parts["train.compute"]
+        for model in ("qwen3_4b", "qwen3_30b_a3b", "qwen3_32b")
+    )
+    assert small / 2 < sparse < 2 * small < large
