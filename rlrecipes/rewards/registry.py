@@ -18,6 +18,7 @@ from rlrecipes.errors import ConfigError, Problem
 from rlrecipes.rewards.choices import build_choice_verifier
 from rlrecipes.rewards.math_answers import build_math_verifier
 from rlrecipes.rewards.reasoning_gym import build_reasoning_gym_verifier, run_import
+from rlrecipes.rewards.served_classifier import build_classifier
 from rlrecipes.rewards.served_judge import ServedModels, build_judge
 from rlrecipes.rewards.verifier_reward import VerifierReward
 from rlrecipes.rewards.verifiers import Verifier
@@ -30,7 +31,10 @@ VERIFIERS: Mapping[str, Callable[..., Verifier]] = {
 }
 """Name -> function that builds the verifier from its options; cheap, so that a Plan can be told what it refuses."""
 
-SERVED: Mapping[str, Callable[..., Callable[[ServedModels], Verifier]]] = {"served_judge": build_judge}
+SERVED: Mapping[str, Callable[..., Callable[[ServedModels], Verifier]]] = {
+    "served_judge": build_judge,
+    "served_classifier": build_classifier,
+}
 """The same for verifiers that ask a served model, the one that their option ``model`` names."""
 
 _BUILDERS: Mapping[str, Callable[..., object]] = {**VERIFIERS, **SERVED}

@@ -14,7 +14,7 @@ _PLACE = re.compile(r"\{(prompt|response|label)\}")
 _NUM_SHOWN_CHARACTERS = 200
 
 
-class ChatClient(Protocol):
+class ServedClient(Protocol):
     """The way to the engines of one served model (``engines/sglang/serving.py``)."""
 
     async def chat(self, *, text: str, max_new_tokens: int, request_id: str) -> str:
@@ -24,8 +24,15 @@ class ChatClient(Protocol):
             EngineError: no engine answered, or not as it should.
         """
 
+    async def classify(self, *, text: str, request_id: str) -> float:
+        """The number that a model with a reward head gives a text.
 
-type ServedModels = Mapping[str, ChatClient]
+        Raises:
+            EngineError: no engine answered, or not as it should.
+        """
+
+
+type ServedModels = Mapping[str, ServedClient]
 """By name. A reward is built before the routers are up: until then there are names and no clients."""
 
 
@@ -47,9 +54,7 @@ def build_judge(
     Raises:
         ConfigError: the template has no place for the response, or the pattern no group.
     """
-    if "{response}" not in prompt_template:
-        problem = "has no {response}: every answer would be judged alike"
-        raise ConfigError("reward.options.prompt_template", problem, "write {response} where the answer belongs")
+    check_template(prompt_template)
     if max_new_tokens < 1:
         raise ConfigError("reward.options.max_new_tokens", f"is {max_new_tokens}", "use at least 1")
     try:
@@ -62,12 +67,10 @@ def build_judge(
 
     def bind(models: ServedModels) -> Verifier:
         async def judge(rollout: Rollout) -> RewardResult:
-            prompt = rollout.prompt
-            places = {"prompt": prompt.text, "response": rollout.text, "label": prompt.label or ""}
             reply = await models[model].chat(
-                text=_PLACE.sub(lambda place: places[place[1]], prompt_template),
+                text=fill_template(prompt_template, rollout),
                 max_new_tokens=max_new_tokens,
-                request_id=f"judge-{prompt.index}-{rollout.sibling}.",
+                request_id=f"judge-{rollout.prompt.index}-{rollout.sibling}.",
             )
             found = [match[1] for match in number.finditer(reply) if match[1]]
             if not found:
@@ -78,3 +81,28 @@ def build_judge(
         return judge
 
     return bind
+
+
+def check_template(template: str) -> None:
+    """Refuse a text that would be the same for every answer.
+
+    Args:
+        template: as given in ``reward.options.prompt_template``.
+
+    Raises:
+        ConfigError: it has no place for the response.
+    """
+    if "{response}" not in template:
+        problem = "has no {response}: every answer would be judged alike"
+        raise ConfigError("reward.options.prompt_template", problem, "write {response} where the answer belongs")
+
+
+def fill_template(template: str, rollout: Rollout) -> str:
+    """The text that a model is shown.
+
+    Args:
+        template: ``{prompt}``, ``{response}`` and ``{label}`` are replaced, other braces stay.
+        rollout: to be judged.
+    """
+    places = {"prompt": rollout.prompt.text, "response": rollout.text, "label": rollout.prompt.label or ""}
+    return _PLACE.sub(lambda place: places[place[1]], template)

@@ -24,7 +24,7 @@ from rlrecipes.engines.sglang.http import JSON_HEADERS, to_message, to_weight_ve
 from rlrecipes.errors import EngineError
 from rlrecipes.types import FINISH_ABORT, Completion, SamplingParams, TokenScores
 
-_GENERATE, _CHAT = "/generate", "/v1/chat/completions"
+_GENERATE, _CHAT, _EMBEDDINGS = "/generate", "/v1/chat/completions", "/v1/embeddings"
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 _STATUS_ABORTED_IN_QUEUE = 499
 _STATUSES_TO_RETRY = (502, 503)
@@ -181,6 +181,28 @@ class ServingClient:
             return str(orjson.loads(content)["choices"][0]["message"]["content"] or "")
         except (orjson.JSONDecodeError, KeyError, IndexError, TypeError) as error:
             raise self._error(f"gave an answer that cannot be read ({error!r}): {content[:300]!r}", _CHAT) from error
+
+    async def classify(self, *, text: str, request_id: str) -> float:
+        """The number that a model with a reward head gives a text; its engines run with ``is_embedding``.
+
+        SGLang gives it as an embedding of one number, which the router passes on, as it does not ``/classify``.
+        ``/v1/classify`` gives probabilities of labels.
+
+        Args:
+            text: whole, as the model was trained to see it.
+            request_id: as in :meth:`generate`.
+
+        Raises:
+            EngineError: no engine answered in time, or one refused, or its answer is not one number.
+        """
+        status, content = await self._ask(_EMBEDDINGS, {"model": "default", "input": text}, request_id, None)
+        if status != 200:
+            raise self._error(f"answered {status}: {to_message(content)}", _EMBEDDINGS)
+        try:
+            (number,) = orjson.loads(content)["data"][0]["embedding"]
+            return float(number)
+        except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise self._error(f"gave no single number ({error!r}): {content[:300]!r}", _EMBEDDINGS) from error
 
     async def _ask(
         self, path: str, body: dict[str, Any], request_id: str, routing_key: str | None

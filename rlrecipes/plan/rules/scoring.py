@@ -70,6 +70,17 @@ def reference_is_asked_for_a_kl(config: RunConfig, algo: RlConfig) -> Iterator[F
         yield Found(_REFERENCE, "is given, but kl.placement is none")
 
 
+@rule("reward.options.model", fix="give its groups engine=sglang and sglang.is_embedding=true")
+def classifier_has_engines_that_classify(config: RunConfig) -> Iterator[Found]:
+    """Only an SGLang started for it runs a reward head; the embedded engine generates and nothing else."""
+    model = config.topology.served_models.get(str(config.reward.options.get("model")))
+    if config.reward.name != "served_classifier" or model is None:
+        return
+    for name, group in model.server_groups.items():
+        if group.engine == "embedded" or (group.engine == "sglang" and group.sglang.get("is_embedding") is not True):
+            yield Found("reward.options.model", f"engines of group {name} have no reward head to run")
+
+
 @rule(f"{MODEL}.path", fix="name an HF directory")
 def frozen_model_path_holds_a_model(config: RunConfig) -> Iterator[Found]:
     """Engines that the run starts read it here; those of others have it where they are."""
@@ -85,5 +96,6 @@ RULES = (
     scoring_model_has_regular_engines,
     scores_are_of_the_sampled_distribution,
     reference_is_asked_for_a_kl,
+    classifier_has_engines_that_classify,
     frozen_model_path_holds_a_model,
 )

@@ -197,6 +197,8 @@ CASES = [
          {f"{MAIN}.urls": ["http://a:1", "http://a:2"]}, EXTERNAL, (1,), "twice"),
     Case("interpreter_exists", f"{MAIN}.python", {f"{MAIN}.python": "/nowhere/python"}, {}),
     # models that score
+    Case("classifier_has_engines_that_classify", "reward.options.model",
+         {"reward.name": "served_classifier", "reward.options": {"model": "policy"}}, {"reward.name": "served_judge"}),
     Case("scoring_model_is_served", TEACHER, {TEACHER: "polcy"}, {TEACHER: "policy"}, OPD, told="'policy'"),
     Case("scoring_model_is_frozen", TEACHER, {TEACHER: "policy"}, {}, OPD),
     Case("scoring_model_has_regular_engines", TEACHER, {TEACHER: "policy"}, {}, (*OPD, *PD), (3,)),

@@ -50,6 +50,8 @@ def test_a_served_teacher_and_reference_are_not_held_by_the_trainer(served):
          "scores_are_of_the_sampled_distribution"),
         ([*REFERENCE, "rollout.sampling.top_k=5"], "algo.kl.reference_model",
          "scores_are_of_the_sampled_distribution"),
+        (["reward.name=served_classifier", "+reward.options.model=teacher"], "reward.options.model",
+         "classifier_has_engines_that_classify"),
         ([f"{TEACHER}.path=nowhere"], f"{TEACHER}.path", "frozen_model_path_holds_a_model"),
         ([*OPD, f"{TEACHER}.server_groups.main.worker_type=decode"], "algo.distillation.teacher_model",
          "scoring_model_has_regular_engines"),
@@ -65,3 +67,24 @@ def test_engines_of_others_may_have_the_model_elsewhere(served):
     external = [f"{TEACHER}.path=/elsewhere", f"{TEACHER}.server_groups.main.engine=external"]
     urls = [f"{TEACHER}.server_groups.main.urls=[http://far:1]", f"{TEACHER}.server_groups.main.sglang={{}}"]
     assert resolve_words(*served, *OPD, *external, *urls).served_models[1].path == "/elsewhere"
+
+
+@pytest.mark.parametrize("is_embedding", [True, False])
+def test_a_classifier_needs_engines_started_for_it(tmp_path, is_embedding):
+    (tmp_path / "config.json").write_text("{}")
+    where = "topology.served_models.reward"
+    words = [
+        f"+served_model@{where}=frozen",
+        f"+server_group@{where}.server_groups.main=sglang",
+        f"{where}.path={tmp_path}",
+    ]
+    words += [
+        f"{where}.server_groups.main.num_engines=1",
+        f"+{where}.server_groups.main.sglang.is_embedding={is_embedding}",
+    ]
+    words += ["reward.name=served_classifier", "+reward.options.model=reward"]
+    if is_embedding:
+        assert resolve_words(*words).reward.name == "served_classifier"
+    else:
+        with pytest.raises(ConfigError, match="have no reward head to run"):
+            resolve_words(*words)

@@ -54,7 +54,7 @@ def test_rewards_are_built_by_name(name, options, text, expected):
     ("name", "options", "where", "message"),
     [
         ("maths", {}, "reward.name", "did you mean 'math'?"),
-        ("zzz", {}, "reward.name", "allowed: choice, math, module:function, reasoning_gym, served_judge"),
+        ("zzz", {}, "reward.name", "allowed: choice, math, module:function, reasoning_gym, served_classifier"),
         ("math", {"extracton": "whole"}, "reward.options.extracton", "did you mean 'extraction'?"),
         ("math", {"extraction": "boxed"}, "reward.options.extraction", "did you mean 'last_boxed'?"),
         ("math", {"extraction": "after_marker"}, "reward.options.marker", "needs a marker"),

@@ -15,6 +15,19 @@ OPTIONS = {
 }
 
 
+class Classifier:
+    async def classify(self, *, text, request_id):
+        return {"ab": -2.5, "[b]": 1.5}[text]
+
+
+@pytest.mark.parametrize(("options", "reward"), [({}, -2.5), ({"prompt_template": "[{response}]", "scale": 2.0}, 3.0)])
+def test_a_classifier_gives_its_number(options, reward):
+    options = {"model": "reward"} | options
+    built = build_reward("served_classifier", timeout_s=5, options=options, models={"reward": Classifier()})
+    rollout = Rollout(Prompt(4, (1,), "a"), 1, (), "b", RolloutStatus.COMPLETED)
+    assert asyncio.run(built.reward_group(Group(rollout.prompt, (rollout,)))).rollouts[0].reward == reward
+
+
 class Judge:
     def __init__(self, reply):
         self.reply, self.asked = reply, []
