@@ -345,7 +345,8 @@ class TestCompletion:
         return set(done.stdout.split())
 
     def test_verbs(self, shell):
-        assert self.complete(shell, "rlrecipes ") == {"train", "plan", "run", "eval", "compare"}
+        offered = {"train", "plan", "run", "eval", "compare", "diff", "explain", "search", "calibrate"}
+        assert self.complete(shell, "rlrecipes ") == offered
 
     def test_options_of_a_group(self, shell):
         assert self.complete(shell, "rlrecipes train algo=g") == {"algo=grpo", "algo=gspo"}
