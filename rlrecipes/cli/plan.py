@@ -19,7 +19,7 @@ def run(arguments: list[str]) -> None:
 
     Args:
         arguments: overrides, Hydra's flags, and our own: ``--format table|yaml|json|html``, of which table is the
-            default, and ``--save FILE``, which writes the YAML. The plans of a sweep are YAML documents or lines of JSON.
+            default, and ``--save FILE``, which writes the YAML. A sweep prints YAML documents, or lines of JSON.
 
     Raises:
         InputError: a flag has no value or a wrong one, the file cannot be written, or a sweep asks for one.

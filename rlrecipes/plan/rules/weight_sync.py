@@ -35,18 +35,20 @@ def engines_of_others_are_reached(config: RunConfig) -> Iterator[Found]:
             yield Found("weight_sync.transport", problem)
 
 
-@fact_rule("weight_sync.transport", fix="use weight_sync=distributed or disk, or place them on the trainer's nodes")
+@fact_rule("weight_sync.transport", fix="use weight_sync=distributed or disk, or place them on the trainer's GPUs")
 def shared_memory_reaches_every_engine(facts: Facts) -> Iterator[Found]:
-    """Transport tensor is memory of one host: an engine takes it only where a trainer rank is."""
+    """Transport tensor hands over memory of a GPU, or of a host: an engine takes it only where a trainer rank is."""
     if facts.config.weight_sync.transport != "tensor":
         return
-    models, trainer = facts.config.topology.served_models, {device.node for device in facts.placement.trainer}
+    models = facts.config.topology.served_models
+    trainer = {(device.node, device.gpu) for device in facts.placement.trainer}
     for (model, group, number), devices in facts.placement.engines.items():
-        away = sorted({device.node for device in devices} - trainer)
+        away = sorted((device for device in devices if (device.node, device.gpu) not in trainer), key=lambda d: d.node)
         is_engine = models[model].server_groups[group].worker_type != "placeholder"
         if models[model].is_updated and is_engine and away:
-            host = facts.hosts[away[0]].name
-            problem = f"is tensor; engine {number} of {model}.{group} lies on {host}, where no trainer rank is"
+            gpu = "" if away[0].gpu is None else f":{away[0].gpu}"
+            host = facts.hosts[away[0].node].name
+            problem = f"is tensor; engine {number} of {model}.{group} lies on {host}{gpu}, where no trainer rank is"
             yield Found("weight_sync.transport", problem)
             return
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlrecipes.config.compose import compose
+from rlrecipes.config.schema import RunConfig
 from rlrecipes.errors import ConfigError
 from rlrecipes.plan.nodes import HostNode
 from rlrecipes.plan.placement import place
@@ -27,6 +30,15 @@ def hosts_of(*gpus):
 def plan_of(*overrides, hosts):
     recipe = compose(["weight_sync=disk", *overrides])  # which reaches engines wherever they lie
     return resolve(recipe.config, hosts, recipe.origins, recipe.problems)
+
+
+@cache
+def composed_text(topology):
+    return compose([f"topology={topology}"]).config.model_dump_json()
+
+
+def composed(topology):
+    return json.loads(composed_text(topology))
 
 
 def places(plan, group):
@@ -140,7 +152,7 @@ def test_enough_gpus_that_lie_badly_are_told_apart():
     assert any("inside a node" in problem.problem for problem in caught.value.problems)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     gpus=st.lists(st.integers(0, 8), min_size=1, max_size=5),
     ranks=st.integers(1, 9),
@@ -150,14 +162,13 @@ def test_enough_gpus_that_lie_badly_are_told_apart():
 )
 def test_whatever_is_asked_no_gpu_is_given_twice(gpus, ranks, size, count, topology):
     group = {"pd": "decode", "pd_colocated": "decode"}.get(topology, "main")
-    config = compose(
-        [
-            f"topology={topology}",
-            f"parallel.data_parallel_size={ranks}",
-            f"{GROUPS}.{group}.gpus_per_engine={size}",
-            f"{GROUPS}.{group}.num_engines={count}",
-        ]
-    ).config
+    data = composed(topology)
+    data["parallel"]["data_parallel_size"] = ranks
+    data["topology"]["served_models"]["policy"]["server_groups"][group] |= {
+        "gpus_per_engine": size,
+        "num_engines": count,
+    }
+    config = RunConfig.model_validate_json(json.dumps(data))
     problems = []
     placement = place(config, hosts_of(*gpus), problems)
     assert bool(problems) != bool(placement.trainer)
