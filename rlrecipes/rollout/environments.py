@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from rlrecipes.types import Rollout
+from rlrecipes.errors import RunError
+from rlrecipes.rollout.protocols import Reward
+from rlrecipes.types import Group, Rollout, RolloutStatus
 
 type Judge = Callable[[Rollout], Awaitable[float]]
 """Reward of a rollout as it stands, by the recipe's own verifier; raises RunError where that fails."""
@@ -33,6 +35,22 @@ class Episode:
     answers: tuple[str, ...]
     observations: tuple[str, ...]
     judge: Judge
+
+
+def build_judge(reward: Reward) -> Judge:
+    """The recipe's reward as environments may ask it.
+
+    Args:
+        reward: of groups; a judged rollout is a group of one.
+    """
+
+    async def judge(rollout: Rollout) -> float:
+        (judged,) = (await reward.reward_group(Group(rollout.prompt, (rollout,)))).rollouts
+        if judged.status is RolloutStatus.FAILED:
+            raise RunError("reward", judged.reason, "mend the verifier, or the data it reads")
+        return judged.reward or 0.0
+
+    return judge
 
 
 async def retry(episode: Episode, *, feedback: str) -> str | None:

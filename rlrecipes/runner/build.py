@@ -17,11 +17,11 @@ from rlrecipes.data.observations import ObservationEncoder
 from rlrecipes.data.sft import SftSource
 from rlrecipes.data.tokenizer import load_tokenizer
 from rlrecipes.engines.sglang.serving import ServingClient
-from rlrecipes.errors import DataError, RunError
+from rlrecipes.errors import DataError
 from rlrecipes.plan.nodes import POLICY, Plan, ServedModelNode
 from rlrecipes.rewards.registry import build_reward
 from rlrecipes.rollout.collector import Collector
-from rlrecipes.rollout.environments import Judge
+from rlrecipes.rollout.environments import build_judge
 from rlrecipes.rollout.filters import build_filters
 from rlrecipes.rollout.generate import Policy
 from rlrecipes.rollout.groups import GroupGenerator
@@ -30,7 +30,7 @@ from rlrecipes.rollout.registry import GenerateBuilder, build_generate
 from rlrecipes.rollout.scoring import Role, Scorer, ScoringReward
 from rlrecipes.runner.preparation import to_row_keys
 from rlrecipes.tracking.tracker import Tracker, build_tracker
-from rlrecipes.types import Group, Prompt, Rollout, RolloutStatus, SamplingParams
+from rlrecipes.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -141,20 +141,8 @@ def build_inputs(plan: Plan, reward: Reward, clients: ServedClients, *, should_t
     elif should_train:
         sft = SftSource(path, max_sample_tokens=plan.batch.max_sample_tokens, **common)
     observations = ObservationEncoder(tokenizer, plan.data.apply_chat_template, plan.rollout.generate.observation_role)
-    generate = build_generate(plan.rollout, judge=_build_judge(reward), encoder=observations)
+    generate = build_generate(plan.rollout, judge=build_judge(reward), encoder=observations)
     return Inputs(tokenizer, prompts, sft, _read_eval_prompts(plan, encoder), reward, generate, clients)
-
-
-def _build_judge(reward: Reward) -> Judge:
-    """What environments may ask of a rollout as it stands."""
-
-    async def judge(rollout: Rollout) -> float:
-        (judged,) = (await reward.reward_group(Group(rollout.prompt, (rollout,)))).rollouts
-        if judged.status is RolloutStatus.FAILED:
-            raise RunError("reward", judged.reason, "see the log of the reward")
-        return judged.reward or 0.0
-
-    return judge
 
 
 def _find_scorers(plan: Plan) -> Iterator[tuple[Role, ServedModelNode]]:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from rlrecipes.data.observations import ObservationEncoder
 from rlrecipes.data.tokenizer import build_char_tokenizer
-from rlrecipes.errors import EngineError, RunError
-from rlrecipes.rollout.environments import retry
+from rlrecipes.errors import EngineError
+from rlrecipes.rewards.verifier_reward import VerifierReward
+from rlrecipes.rollout.environments import build_judge, retry
 from rlrecipes.rollout.generate import Policy, compute_rollout_seed
 from rlrecipes.rollout.groups import GroupGenerator
 from rlrecipes.rollout.multi_turn import MultiTurn
@@ -46,12 +47,22 @@ def always(text):
     return lambda episode: text
 
 
-async def judge(rollout):
+def compare(rollout):
     return float(rollout.text == rollout.prompt.label)
 
 
+REWARD = VerifierReward(compare, name="mine", timeout_s=5)
+BROKEN = VerifierReward(lambda rollout: "right", name="mine", timeout_s=5)
+
+
 def make(client, environment, **changes):
-    values = {"name": "mine", "judge": judge, "max_turns": 3, "max_observation_tokens": 4, "timeout_s": 5.0}
+    values = {
+        "name": "mine",
+        "judge": build_judge(REWARD),
+        "max_turns": 3,
+        "max_observation_tokens": 4,
+        "timeout_s": 5.0,
+    }
     policy = Policy(client, tokenizer=TOKENIZER, sampling=SamplingParams(max_new_tokens=8), seed=5, run_id="run")
     encoder = ObservationEncoder(TOKENIZER, apply_chat_template=False, role="user")
     return MultiTurn(policy, environment, encoder=encoder, **(values | changes))
@@ -135,10 +146,6 @@ async def sleep_long(episode):
     await asyncio.sleep(60)
 
 
-async def judge_wrongly(rollout):
-    raise RunError("reward", "verifier math: took longer than 3 s", "mend it")
-
-
 @pytest.mark.parametrize(
     ("environment", "changes", "reason"),
     [
@@ -149,8 +156,8 @@ async def judge_wrongly(rollout):
          "ValueError: its observation has 5 tokens, more than rollout.generate.max_observation_tokens=4"),
         (always(""), {}, "ValueError: its observation is empty"),
         (always("?"), {}, "ValueError: its observation '?' has text that the tokenizer does not know"),
-        (lambda episode: retry(episode, feedback="!"), {"judge": judge_wrongly},
-         "verifier math: took longer than 3 s"),
+        (lambda episode: retry(episode, feedback="!"), {"judge": build_judge(BROKEN)},
+         "verifier mine: ValueError: gave 'right', not a finite number"),
     ],
 )  # fmt: skip
 def test_what_an_environment_does_wrong_is_data(environment, changes, reason):
@@ -170,13 +177,6 @@ def test_a_cancelled_environment_is_no_data():
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancel())
-
-
-class LastAnswer:
-    async def reward_group(self, group):
-        rewards = [await judge(rollout) for rollout in group.rollouts]
-        rollouts = tuple(replace(r, reward=reward) for r, reward in zip(group.rollouts, rewards, strict=True))
-        return replace(group, rollouts=rollouts)
 
 
 ANSWERS = st.lists(
@@ -202,7 +202,7 @@ def test_trained_are_exactly_the_ids_that_were_sampled(turns, last):
     completions[-1] = replace(completions[-1], finish_reason=last)
     client = Talker(completions)
     generate = make(client, lambda episode: turns[len(episode.answers) - 1][1], max_turns=len(turns))
-    group = asyncio.run(GroupGenerator(generate, LastAnswer(), 1).run(PROMPT, asyncio.Semaphore(1)))
+    group = asyncio.run(GroupGenerator(generate, REWARD, 1).run(PROMPT, asyncio.Semaphore(1)))
     (sample,) = to_samples(group)
     trained = [token for token, is_trained in zip(sample.token_ids, sample.loss_mask, strict=True) if is_trained]
     assert trained == [token for completion in completions for token in completion.token_ids]

@@ -319,6 +319,17 @@ def test_long_responses_lose_reward_softly():
     assert metrics["overlong/penalty_mean"] == pytest.approx(-1 / 30)
 
 
+def test_a_response_of_several_turns_may_be_as_long_as_all_of_them():
+    turns = ["rollout=multi_turn", "rollout.generate.max_turns=3"]
+    overlong = ["algo=dapo", "algo.overlong.buffer_tokens=47", "algo.overlong.should_filter=false"]
+    _, metrics = train(plan_of(*turns, *overlong), GROUPS)
+    assert metrics["overlong/penalty_mean"] == pytest.approx(-1 / 47 / 2)  # 2 tokens of 48 in every other rollout
+    alone, _ = train(plan_of("algo.aggregation=constant"), GROUPS)
+    trainers, _ = train(plan_of("algo.aggregation=constant", *turns), GROUPS)
+    weights = per_token(trainers, "loss_weights")
+    assert {key: 3 * weight for key, weight in weights.items()} == pytest.approx(per_token(alone, "loss_weights"))
+
+
 def test_age_in_weight_versions_reaches_the_loss():
     stale = ["algo.off_policy.staleness_power=0.5", "schedule.num_train_steps=2"]
     groups = [group_of(index, [1.0, 0.0], weight_version=index) for index in range(4)]
