@@ -163,7 +163,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, role: Role, model: Ser
     if not (Path(model.path) / "tokenizer_config.json").is_file():
         return
     theirs = load_tokenizer(model.path).get_vocab()
-    for token, index in tokenizer.get_vocab().items():
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         if theirs.get(token, index) != index:
             problem = f"{model.path}: token {token!r} is {theirs[token]} there and {index} in the policy's vocabulary"
             fix = f"take a {role} with the policy's vocabulary"
