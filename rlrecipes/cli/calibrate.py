@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,7 +88,7 @@ def _measure(path: Path) -> Measurement:
 
 
 def _values(records: Sequence[MetricRecord], name: str) -> list[float]:
-    return [record.metrics[name] for record in records if name in record.metrics]
+    return [value for record in records if math.isfinite(value := record.metrics.get(name, math.nan))]
 
 
 def _median(records: Sequence[MetricRecord], name: str) -> float | None:
@@ -104,7 +105,10 @@ def _read_lengths(records: Sequence[MetricRecord]) -> Lengths | None:
         "num_rollouts": "rollout/num_rollouts",
     }
     found = {field: _values(records, metric) for field, metric in names.items()}
-    return Lengths(**{field: fmean(values) for field, values in found.items()}) if all(found.values()) else None
+    if not all(found.values()):
+        return None
+    means = {field: fmean(values) for field, values in found.items()}
+    return Lengths(**means) if means["mean_tokens"] >= 1 and means["prompt_tokens"] >= 1 else None
 
 
 def _to_constants(found: Fit, measurements: Sequence[Measurement]) -> dict[str, Constant]:

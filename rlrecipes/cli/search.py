@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlrecipes.config.compose import ComposedRecipe, compose
+from rlrecipes.config.schema import SftConfig
 from rlrecipes.errors import ConfigError, InputError, Problem
 from rlrecipes.plan.cluster import Cluster
 from rlrecipes.plan.facts import read_shapes
@@ -120,6 +121,8 @@ def _compose_starts(
             skipped[topology], last = str(error.problems[0]).partition("\n")[0], error
             continue
         starts.append((Start(topology, recipe.config, overrides), recipe))
+        if isinstance(recipe.config.algo, SftConfig):
+            break  # engines lie beside the trainer and serve its evaluation alone
     if not starts:
         raise last or InputError("topology", "there is none to try", "name one of the recipe's own")
     return starts, skipped

@@ -11,9 +11,10 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
-from rlrecipes.config.schema import ModelShapes, ParallelConfig, RunConfig, TopologyConfig
+from rlrecipes.config.schema import ModelShapes, ParallelConfig, RlConfig, RunConfig, TopologyConfig
 from rlrecipes.errors import Problem
 from rlrecipes.plan.difference import compute_difference
 from rlrecipes.plan.layouts import iter_memory_options, iter_parallel, iter_topologies, list_trainer_sizes
@@ -192,7 +193,9 @@ class _Search:
         is_colocated = all(group.placement == "colocated" for group in groups)
         for num_ranks in list_trainer_sizes(num_gpus, self._gpus_per_node, is_colocated=is_colocated):
             for_engines = num_gpus if is_colocated else num_gpus - num_ranks
-            for topology in iter_topologies(start.config.topology, self._shapes, for_engines):
+            topologies = iter_topologies(start.config.topology, self._shapes, for_engines)
+            is_rl = isinstance(start.config.algo, RlConfig)
+            for topology in topologies if is_rl else islice(topologies, 1):  # demonstrations need no engines
                 self._try_engines(start, topology, num_ranks)
 
     def _try_engines(self, start: Start, topology: TopologyConfig, num_ranks: int) -> None:
@@ -203,7 +206,8 @@ class _Search:
         trainers = self._list_trainers(config, inputs, num_ranks)
         self._result.num_candidates += len(trainers) + self._num_too_large[num_ranks]
         self._result.num_too_large += self._num_too_large[num_ranks]
-        rollout, num_gpus = compute_rollout_time(inputs, self._constants), inputs.num_gpus
+        rollout = compute_rollout_time(inputs, self._constants) if inputs.has_rollouts else None
+        num_gpus = inputs.num_gpus
         for trainer in trainers:
             pair = _Pair(start, config, replace(inputs, parallel=trainer.parallel), num_gpus)
             self._weigh(pair, rollout, trainer.time)
@@ -257,11 +261,12 @@ class _Search:
                 distribution = compute_distribution(alone, self._constants)
                 yield _Trainer(option, compute_train_time(alone, self._constants, distribution))
 
-    def _weigh(self, pair: _Pair, rollout: RolloutTime, trainer: TrainTime) -> None:
+    def _weigh(self, pair: _Pair, rollout: RolloutTime | None, trainer: TrainTime) -> None:
         """Keep a pair if it is among the best so far; of equals the earlier one."""
-        step_s = rollout.duration_s + trainer.logprobs_s + trainer.train_s
-        step_s += sum(compute_sync_time(pair.inputs, self._constants).values())
-        step_s += compute_offload_time(pair.inputs, self._constants)
+        step_s = trainer.logprobs_s + trainer.train_s
+        if rollout is not None:
+            step_s += rollout.duration_s + sum(compute_sync_time(pair.inputs, self._constants).values())
+            step_s += compute_offload_time(pair.inputs, self._constants)
         price = step_s if self._objective == "samples_per_s" else step_s * pair.num_gpus
         if len(self._best) == self._top and price >= -self._best[0][0]:
             return

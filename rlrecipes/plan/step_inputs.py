@@ -115,6 +115,11 @@ class StepInputs:
         return self.algo.group_size if isinstance(self.algo, RlConfig) else 1
 
     @property
+    def has_rollouts(self) -> bool:
+        """Whether the engines are part of a step, and not of evaluations alone."""
+        return isinstance(self.algo, RlConfig)
+
+    @property
     def num_samples(self) -> int:
         """Of a step."""
         return self.schedule.prompts_per_step * self.group_size
@@ -162,7 +167,7 @@ def to_step_inputs(
         trainer_devices=placement.trainer,
         should_offload_trainer=config.topology.should_offload_trainer,
         should_offload_engines=config.topology.should_offload_engines,
-        engine_groups=groups if isinstance(config.algo, RlConfig) else (),
+        engine_groups=groups if isinstance(config.algo, RlConfig) or config.data.eval_path is not None else (),
         weight_sync=config.weight_sync,
         seed=config.seed,
     )
@@ -215,13 +220,12 @@ def read_step_inputs(plan: Plan) -> StepInputs | None:
         None where nothing can be said.
     """
     gpu, policy, trainer = plan.cluster.gpu, plan.policy, plan.trainer
-    is_rl = isinstance(plan.algo, RlConfig)
     groups: tuple[EngineGroup, ...] = ()
-    if is_rl and policy is not None and not policy.num_joining_engines:
+    if policy is not None and not policy.num_joining_engines:
         answering = [group for group in policy.server_groups if group.worker_type in _ANSWERING]
         is_own = not any(group.engine == "external" for group in answering)
         groups = tuple(_read_engine_group(group) for group in answering if is_own)
-    if gpu is None or trainer.device == "cpu" or (is_rl and not groups):
+    if gpu is None or trainer.device == "cpu" or (isinstance(plan.algo, RlConfig) and not groups):
         return None
     sampling = plan.rollout.sampling
     return StepInputs(

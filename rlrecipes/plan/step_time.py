@@ -61,10 +61,10 @@ def compute_step_time(inputs: StepInputs, constants: TimeConstants, calibration:
         calibration: file that the constants are from, for the record; None: the shipped one.
     """
     distribution = compute_distribution(inputs, constants)
-    rollout = compute_rollout_time(inputs, constants) if inputs.engine_groups else None
+    rollout = compute_rollout_time(inputs, constants) if inputs.has_rollouts else None
     train = compute_train_time(inputs, constants, distribution)
     sync = compute_sync_time(inputs, constants) if rollout else {}
-    offload_s = compute_offload_time(inputs, constants)
+    offload_s = compute_offload_time(inputs, constants) if rollout else 0.0
     rollout_s, sync_s = rollout.duration_s if rollout else 0.0, sum(sync.values())
     step_s = rollout_s + train.logprobs_s + train.train_s + sync_s + offload_s
     parts = {f"rollout.{name}": seconds for name, seconds in (rollout.parts if rollout else {}).items()}

@@ -128,6 +128,12 @@ def test_what_is_no_run_is_said(make_run, missing):
         run([str(path)])
 
 
+@pytest.mark.parametrize("change", [{"response/mean_tokens": float("nan")}, {"response/mean_tokens": 0.0}])
+def test_lengths_that_are_none_are_passed_over(make_run, change):
+    with pytest.raises(InputError, match="tell of no constant"):
+        run([str(make_run("cpu", [], CPU_METRICS | change))])
+
+
 def test_a_run_that_tells_of_nothing_is_said(make_run):
     with pytest.raises(InputError, match="tell of no constant"):
         run([str(make_run("cpu", [], {"train/time_s": 1.0}))])

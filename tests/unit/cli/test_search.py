@@ -96,6 +96,15 @@ def test_engines_of_another_size_split_their_experts_accordingly(capsys):
     assert group.gpus_per_engine == group.expert_parallel_size < 8
 
 
+def test_demonstrations_need_a_trainer_alone(capsys):
+    found = search(capsys, *TASK, "algo=sft", "top=3")
+    for candidate in found["candidates"]:
+        step = predict(*candidate["overrides"])
+        assert (step.rollout_s, step.weight_sync_s) == (0, 0)
+        assert candidate["samples_per_s"] == pytest.approx(step.samples_per_s)
+        assert step.num_gpus == 2
+
+
 def test_memory_decides_what_is_recomputed(capsys):
     long = ("model=qwen3_8b", "cluster=h200_2", "rollout.sampling.max_new_tokens=30000", "data.max_prompt_tokens=2000")
     found = search(capsys, *long, "top=1")

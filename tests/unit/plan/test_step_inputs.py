@@ -16,7 +16,7 @@ from rlrecipes.runner.resolution import resolve_recipe
 BIG = (*COLOCATED, "cluster=h100_8x4", f"{MAIN}.gpus_per_engine=16", "weight_sync=disk")
 
 
-@pytest.mark.parametrize("overrides", [COLOCATED, APART, (*APART, "topology=pd"), BIG])
+@pytest.mark.parametrize("overrides", [COLOCATED, APART, (*APART, "topology=pd"), BIG, (*COLOCATED, "algo=sft")])
 def test_a_plan_gives_the_inputs_of_its_recipe(tmp_path, overrides):
     overrides = (*overrides, "parallel=recompute")  # or it would not fit
     words = [*overrides, f"+{MAIN}.sglang.max_running_requests=64"] if "topology=pd" not in overrides else overrides
