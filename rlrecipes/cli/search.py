@@ -77,7 +77,7 @@ def run(arguments: list[str]) -> None:
     path = recipe.config.calibration
     constants = Constants(load_time_constants(path), load_memory_constants(path))
     result = search([start for start, _ in starts], shapes, cluster.node, cluster.hosts, constants, objective, top)
-    found = _confirm(result.candidates, asked.config_dir)
+    found = _confirm(result, asked.config_dir)
     if not found:
         raise _nothing(result, cluster)
     cpu_s = time.process_time() - started_s
@@ -128,13 +128,15 @@ def _compose_starts(
     return starts, skipped
 
 
-def _confirm(candidates: Sequence[Candidate], config_dir: Path | None) -> list[_Found]:
+def _confirm(result: SearchResult, config_dir: Path | None) -> list[_Found]:
     """Candidates from the first on whose overrides resolve, by the very road of `rlrecipes plan`."""
+    candidates = result.candidates
     constants = load_time_constants(candidates[0].config.calibration) if candidates else None
     for position, candidate in enumerate(candidates):
         try:
             step = resolve_recipe(compose(candidate.overrides, config_dir)).step_time
-        except ConfigError:
+        except ConfigError as error:
+            result.refusals[error.problems[0].where] += 1
             continue
         if step is not None and constants is not None:
             rest = candidates[position + 1 :]
