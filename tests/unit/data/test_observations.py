@@ -28,6 +28,7 @@ EMPTIED = WHOLE.replace("<|assistant|>{% endif", "<|assistant|><think></think>{%
 """Says that there was no thought, and forgets that it did."""
 SHOUTING = WHOLE.replace("{{ m.content }}", "{{ m.content | upper }}")
 COUNTING = WHOLE.replace("<eos>", "<eos>{{ messages | length }}")
+NUMBERED = WHOLE.replace("<eos>", "<eos>{{ loop.index }}")
 NO_TOOLS = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}" + WHOLE
 )
@@ -54,6 +55,7 @@ def test_templates_that_keep_answers_are_taken(template, role):
         (EMPTIED, "user", "does not leave an answer as it was sampled"),
         (SHOUTING, "user", "does not leave an answer as it was sampled"),
         (COUNTING, "user", "does not leave an answer as it was sampled"),
+        (NUMBERED, "user", "does not leave an answer as it was sampled"),
         (NO_TOOLS, "tool", "refuses messages of tool after an answer: no tools"),
     ],
 )

@@ -99,11 +99,11 @@ def test_an_environment_sees_what_was_said_and_ends_the_episode():
 
     async def environment(episode):
         seen.append((episode.answers, episode.observations, episode.rollout.text))
-        return "!" if len(episode.answers) < 2 else None
+        return "!" * len(episode.answers) if len(episode.answers) < 3 else None
 
-    rollout = run(Talker([says("c"), says("d"), says("e")]), environment)
-    assert seen == [(("c",), (), "c"), (("c", "d"), ("!",), "d")]
-    assert (rollout.status, len(rollout.turns)) == (RolloutStatus.COMPLETED, 2)
+    rollout = run(Talker([says("c"), says("d"), says("e"), says("f")]), environment, max_turns=5)
+    assert seen == [(("c",), (), "c"), (("c", "d"), ("!",), "d"), (("c", "d", "e"), ("!", "!!"), "e")]
+    assert (rollout.status, len(rollout.turns)) == (RolloutStatus.COMPLETED, 3)
 
 
 def test_no_environment_is_asked_after_the_last_turn():

@@ -320,7 +320,9 @@ def test_long_responses_lose_reward_softly():
 
 
 def test_a_response_of_several_turns_may_be_as_long_as_all_of_them():
-    turns = [f"rollout{word}" for word in ("=multi_turn", ".generate.max_turns=3", ".generate.max_observation_tokens=8")]
+    turns = [
+        f"rollout{word}" for word in ("=multi_turn", ".generate.max_turns=3", ".generate.max_observation_tokens=8")
+    ]
     overlong = ["algo=dapo", "algo.overlong.buffer_tokens=47", "algo.overlong.should_filter=false"]
     _, metrics = train(plan_of(*turns, *overlong), GROUPS)
     assert metrics["overlong/penalty_mean"] == pytest.approx(-1 / 47 / 2)  # 2 tokens of 48 in every other rollout
