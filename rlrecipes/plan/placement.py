@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -71,7 +72,8 @@ def place(config: RunConfig, hosts: tuple[HostNode, ...], problems: list[Problem
     shared = _Pool(hosts, [0] * len(hosts))
     engines = list(_engines(config, counts))
     places = {key: shared.take(group.gpus_per_engine) for key, group in engines if _is_colocated(group)}
-    taken = [sum(device.node == node for device in trainer) for node in range(len(hosts))]
+    ranks = Counter(device.node for device in trainer)
+    taken = [ranks[node] for node in range(len(hosts))]
     own = _Pool(hosts, [max(pair) for pair in zip(taken, shared.taken, strict=True)])
     places |= {key: own.take(group.gpus_per_engine) for key, group in engines if not _is_colocated(group)}
     if len(trainer) < num_ranks or not all(places.values()):

@@ -164,7 +164,8 @@ def _count_frozen(inputs: StepInputs) -> int:
     if not isinstance(algo, RlConfig):
         return 0
     has_teacher = algo.distillation is not None and algo.distillation.teacher_path is not None
-    return int(algo.kl.placement != "none") + int(has_teacher)
+    has_reference = algo.kl.placement != "none" and algo.kl.reference_model is None
+    return int(has_reference) + int(has_teacher)
 
 
 def _is_offloaded(inputs: StepInputs) -> bool:

@@ -216,7 +216,7 @@ class TestShown:
     def test_a_plan_as_tables(self, shell):
         before = files_of(shell.cwd)
         output = shell.run("plan", SFT, "seed=3")
-        for words in ("quickstart_sft  plan ", "trainer rank 0", "policy-main-0", "policy-router", "override seed=3"):
+        for words in ("quickstart_sft  plan ", "trainer ranks 0 to 1", "policy-main-0", "policy-router", "override seed=3"):
             assert words in output
         assert files_of(shell.cwd) == before
 
@@ -301,7 +301,7 @@ class TestTold:
     @pytest.mark.parametrize(
         ("arguments", "expected"),
         [
-            (["plan", "--format", "xml"], "allowed: json, table, yaml"),
+            (["plan", "--format", "xml"], "allowed: html, json, table, yaml"),
             (["plan", SFT, "--format"], "write --format json"),
             (["train", SFT, "--format", "yaml"], "allowed: json, text"),
             (["plan", SFT, "--format", "json", "--format=yaml"], "give it once"),
