@@ -216,7 +216,13 @@ class TestShown:
     def test_a_plan_as_tables(self, shell):
         before = files_of(shell.cwd)
         output = shell.run("plan", SFT, "seed=3")
-        for words in ("quickstart_sft  plan ", "trainer ranks 0 to 1", "policy-main-0", "policy-router", "override seed=3"):
+        for words in (
+            "quickstart_sft  plan ",
+            "trainer ranks 0 to 1",
+            "policy-main-0",
+            "policy-router",
+            "override seed=3",
+        ):
             assert words in output
         assert files_of(shell.cwd) == before
 
