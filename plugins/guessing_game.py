@@ -1,8 +1,8 @@
 """A number to be guessed, told higher or lower: an environment and its reward.
 
-    rlrecipes train ... rollout=multi_turn rollout.generate.max_turns=6
-        rollout.generate.environment.name=guessing_game:answer_guess 'rollout.generate.environment.options={}'
-        reward.name=guessing_game:reward_guess 'reward.options={}'
+    rlrecipes train data=jsonl ... rollout=multi_turn rollout.generate.max_turns=6
+        rollout.generate.environment.name=guessing_game:answer_guess '~rollout.generate.environment.options.feedback'
+        reward.name=guessing_game:reward_guess
 
 with this file's directory on PYTHONPATH. Prompts ask for a number; their label is the number.
 """
