@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from rlrecipes.config.schema import ModelShapes
 from rlrecipes.plan.parameters import count_layer, is_linear_layer
 
-
 _SCALED_BLOCK = 128
 """Numbers of an fp8 cache that share a scale, in SGLang 0.5.17."""
 
