@@ -36,6 +36,10 @@ from rlrecipes.plan.step_time import compute_step_time, load_time_constants
 from rlrecipes.plan.time_constants import TimeConstants
 
 
+_LAYOUT = ("topology", "parallel", "model", "cluster", "calibration")
+"""Where something wrong leaves nothing to predict from."""
+
+
 def resolve(
     config: RunConfig,
     hosts: tuple[HostNode, ...],
@@ -75,7 +79,8 @@ def resolve(
     ]
     problems += check_recipe(Facts(config, shapes, hosts, cluster, placement))
     constants = _read_constants(config, problems)
-    is_priced = constants is not None and placement.trainer
+    is_laid_out = not any(problem.where.startswith(_LAYOUT) for problem in (*earlier, *problems))
+    is_priced = constants is not None and placement.trainer and is_laid_out
     inputs = to_step_inputs(config, shapes, cluster, placement) if shapes is not None and is_priced else None
     memory = _predict_memory(config, inputs, placement, problems) if inputs is not None else None
     if earlier or problems or shapes is None:
