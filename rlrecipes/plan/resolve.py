@@ -35,7 +35,6 @@ from rlrecipes.plan.step_inputs import StepInputs, to_step_inputs
 from rlrecipes.plan.step_time import compute_step_time, load_time_constants
 from rlrecipes.plan.time_constants import TimeConstants
 
-
 _LAYOUT = ("topology", "parallel", "model", "cluster", "calibration")
 """Where something wrong leaves nothing to predict from."""
 
