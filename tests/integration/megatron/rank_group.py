@@ -180,12 +180,19 @@ def _serve(rank: int, tasks: Connection) -> None:
 def _leave_process_group() -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
-    # A rank's objects refer to one another; gloo keeps dozens of threads that poll until its groups are freed.
+    for forgotten in ("", "_GLOO"):  # Megatron keeps these two groups
+        setattr(parallel_state, f"_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP{forgotten}", None)
+    for method in vars(RotaryEmbedding).values():  # their caches keep the model, and it its groups
+        getattr(method, "cache_clear", int)()
+    # A rank's objects refer to one another; gloo keeps dozens of threads that poll until its groups are freed. What the
+    # first round finalizes only the second one finds.
+    gc.collect()
     gc.collect()
 
 
