@@ -21,6 +21,7 @@ from rlrecipes.config.schema import ModelShapes, OptimConfig
 from rlrecipes.plan.nodes import DeviceNode, ModelNode, TrainerNode
 from rlrecipes.types import MicroBatch, Sample
 
+_MAX_THREADS = 200
 _TASK_TIMEOUT_S = 120
 
 
@@ -169,11 +170,12 @@ def _serve(rank: int, tasks: Connection) -> None:
     while (task := tasks.recv()) is not None:
         function, port, arguments = task
         try:
-            tasks.send((True, function(rank, port, *arguments)))
+            answer = (True, function(rank, port, *arguments))
         except BaseException:
-            tasks.send((False, traceback.format_exc()))
-        finally:
-            _leave_process_group()
+            answer = (False, traceback.format_exc())
+        _leave_process_group()
+        tasks.send((*answer, len(os.listdir("/proc/self/task"))))
+        del answer
     os._exit(0)  # tearing down the interpreter takes seconds
 
 
@@ -206,11 +208,15 @@ class RankGroup:
 
     def _start(self, num_ranks: int) -> None:
         for rank in range(len(self._processes), num_ranks):
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, theirs), daemon=False)
-            process.start()
-            self._tasks.append(ours)
+            process, tasks = self._start_one(rank)
+            self._tasks.append(tasks)
             self._processes.append(process)
+
+    def _start_one(self, rank: int) -> tuple[Any, Connection]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(rank, theirs), daemon=False)
+        process.start()
+        return process, ours
 
     def run(self, num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         self._start(num_ranks)
@@ -221,8 +227,13 @@ class RankGroup:
         for rank, tasks in enumerate(self._tasks[:num_ranks]):
             assert tasks.poll(_TASK_TIMEOUT_S), f"rank {rank} gave no answer"
             answers.append(tasks.recv())
-        assert all(is_done for is_done, _ in answers), "\n".join(text for is_done, text in answers if not is_done)
-        return [result for _, result in answers]
+        for rank, (_, _, num_threads) in enumerate(answers):
+            if num_threads > _MAX_THREADS:  # what Megatron's checkpoints keep of their groups polls for ever
+                self._tasks[rank].send(None)
+                self._processes[rank], self._tasks[rank] = self._start_one(rank)
+        told = [result for is_done, result, _ in answers if not is_done]
+        assert not told, "\n".join(told)
+        return [result for _, result, _ in answers]
 
     def close(self) -> None:
         for process, tasks in zip(self._processes, self._tasks, strict=True):
