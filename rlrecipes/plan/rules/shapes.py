@@ -46,7 +46,8 @@ def tp_and_cp_divide_linear_heads(config: RunConfig, shapes: ModelShapes) -> Ite
 def pp_divides_layers(config: RunConfig, shapes: ModelShapes) -> Iterator[Found]:
     """Every pipeline stage has the same number of layers, but where Megatron's own options say what is in the ends."""
     pp = config.parallel.pipeline_model_parallel_size
-    sizes = [sum(map(len, chunks)) for chunks in compute_stage_layers(shapes, config.parallel)]
+    whole = config.parallel.model_copy(update={"virtual_pipeline_model_parallel_size": None})
+    sizes = [sum(map(len, chunks)) for chunks in compute_stage_layers(shapes, whole)]
     if sum(sizes) == shapes.num_layers and min(sizes) > 0:
         return
     even = list_divisors_near(pp, shapes.num_layers)

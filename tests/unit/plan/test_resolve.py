@@ -128,7 +128,7 @@ def test_gpus_are_placed_colocated_or_apart():
     assert colocated.trainer.devices[0].gpu == 0
     assert colocated.policy.engines[0].devices[0].gpu == 0
     own = "topology.served_models.policy.server_groups.main.placement=disaggregated"
-    apart = plan_of("topology.device=cuda", sglang, own, hosts=hosts)
+    apart = plan_of("topology.device=cuda", sglang, own, "weight_sync=distributed", hosts=hosts)
     assert apart.policy.engines[0].devices[0].gpu == 1
 
 
@@ -144,6 +144,9 @@ def test_every_shipped_option_composes(path, hf_dir):
         "topology/external": [f"{main}.urls=[http://here:1]"],
         "server_group/external": [f"{main}.urls=[http://here:1]"],
         "topology/multi_model": [f"topology.served_models.{name}.path=x" for name in names],
+        "topology/embedded_teacher": ["topology.served_models.teacher.path=x"],
+        "topology/served_teacher": ["topology.served_models.teacher.path=x"],
+        "recipe/qwen3_4b_opd": ["topology.served_models.teacher.path=x"],
         "served_model/frozen": ["topology.served_models.policy.path=x"],
     }.get(f"{group}/{option}", [])
     if group in mounted:
