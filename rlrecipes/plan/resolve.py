@@ -27,6 +27,7 @@ from rlrecipes.plan.nodes import (
     TrainerNode,
 )
 from rlrecipes.plan.parameters import compute_flops_per_token, compute_num_parameters
+from rlrecipes.plan.passes import find_logprob_passes
 from rlrecipes.plan.placement import Placement, place
 from rlrecipes.plan.rules.rule import Facts
 from rlrecipes.plan.rules.table import check_recipe
@@ -203,7 +204,7 @@ def _trainer(config: RunConfig, placement: Placement) -> TrainerNode:
         max_tokens_per_micro_batch=parallel.max_tokens_per_micro_batch,
         num_threads=parallel.num_threads,
         is_deterministic=config.deterministic,
-        needs_reference=algo is not None and algo.kl.placement != "none" and algo.kl.reference_model is None,
+        needs_reference=algo is not None and "reference" in find_logprob_passes(algo, schedule.num_train_steps),
         seed=config.seed,
         temperature=config.rollout.sampling.temperature if algo is not None else 1.0,
         top_p=config.rollout.sampling.top_p if algo is not None else 1.0,

@@ -12,6 +12,7 @@ from rlrecipes.plan.lengths import LengthDistribution, draw_lengths
 from rlrecipes.plan.links import compute_link_bytes_per_s, compute_spread
 from rlrecipes.plan.model_costs import LayerCosts, compute_attended_tokens, compute_layer_costs
 from rlrecipes.plan.parameters import compute_rank_parameters, compute_stage_layers
+from rlrecipes.plan.passes import find_logprob_passes
 from rlrecipes.plan.step_inputs import StepInputs
 from rlrecipes.plan.time_constants import TimeConstants
 
@@ -82,28 +83,6 @@ class _Pass:
         return _Pass(
             self.compute_s + other.compute_s, self.launch_s + other.launch_s, self.exchange_s + other.exchange_s
         )
-
-
-def find_logprob_passes(algo: RlConfig, num_train_steps: int) -> tuple[str, ...]:
-    """Which passes a step makes before it trains: policy, reference, teacher, critic.
-
-    The policy's is spared where the only train step of a step starts from the very weights it would use; reference and
-    teacher that are served answer while the rollouts are judged.
-
-    Args:
-        algo: the algorithm.
-        num_train_steps: of a step.
-    """
-    teacher = algo.distillation
-    is_read_before = algo.kl.placement in ("reward", "advantage") or (teacher is not None and teacher.form == "sampled")
-    is_spared = num_train_steps == 1 and not is_read_before
-    needed = {
-        "policy": algo.old_logprobs == "recompute" and not is_spared,
-        "reference": algo.kl.placement != "none" and algo.kl.reference_model is None,
-        "teacher": teacher is not None and teacher.teacher_model is None,
-        "critic": algo.critic is not None,
-    }
-    return tuple(name for name, is_needed in needed.items() if is_needed)
 
 
 def compute_train_time(inputs: StepInputs, constants: TimeConstants, distribution: LengthDistribution) -> TrainTime:

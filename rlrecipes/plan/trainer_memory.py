@@ -16,6 +16,7 @@ from rlrecipes.plan.parameters import (
     compute_rank_parameters,
     compute_stage_layers,
 )
+from rlrecipes.plan.passes import find_logprob_passes
 from rlrecipes.plan.step_inputs import StepInputs
 from rlrecipes.plan.train_time import compute_num_shards
 
@@ -160,12 +161,10 @@ def _count_critic(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> R
 
 def _count_frozen(inputs: StepInputs) -> int:
     """Copies of the weights that wait in the host's memory: reference and teacher, where the trainer holds them."""
-    algo = inputs.algo
-    if not isinstance(algo, RlConfig):
+    if not isinstance(inputs.algo, RlConfig):
         return 0
-    has_teacher = algo.distillation is not None and algo.distillation.teacher_path is not None
-    has_reference = algo.kl.placement != "none" and algo.kl.reference_model is None
-    return int(has_reference) + int(has_teacher)
+    passes = find_logprob_passes(inputs.algo, inputs.schedule.num_train_steps)
+    return sum(name in passes for name in ("reference", "teacher"))
 
 
 def _is_offloaded(inputs: StepInputs) -> bool:

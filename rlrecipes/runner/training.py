@@ -32,6 +32,7 @@ from rlrecipes.config.schema import RlConfig
 from rlrecipes.custom import load_custom
 from rlrecipes.errors import TrainerError
 from rlrecipes.plan.nodes import Plan
+from rlrecipes.plan.passes import find_logprob_passes
 from rlrecipes.plan.rules.objective import POLICY_LOSS
 from rlrecipes.rollout.samples import to_samples
 from rlrecipes.runner.cluster import TrainerGroup
@@ -146,16 +147,13 @@ class Learner:
             ]
         # The only train step of a step starts from the very weights a forward pass before it would use: its own
         # logprobs are the old ones, and the objective takes them where none are given.
-        teacher = algo.distillation
-        is_sampled = teacher is not None and teacher.form == "sampled"
-        is_read_before = algo.kl.placement in ("reward", "advantage") or is_sampled
-        is_own = self._plan.batch.num_train_steps == 1 and not is_read_before
-        names = {"policy": "old_logprobs"} if algo.old_logprobs == "recompute" and not is_own else {}
-        names |= {"reference": "ref_logprobs"} if self._plan.trainer.needs_reference else {}
-        is_held = teacher is not None and teacher.teacher_model is None  # a served one was asked with the rollouts
-        names |= {"teacher": "teacher_logprobs"} if is_sampled and is_held else {}
-        if not names and algo.critic is None and not is_held:
+        passes = find_logprob_passes(algo, self._plan.batch.num_train_steps)
+        if not passes:
             return samples
+        teacher = algo.distillation
+        has_topk = teacher is not None and teacher.form == "topk"
+        fields = {"policy": "old_logprobs", "reference": "ref_logprobs"}
+        fields |= {} if has_topk else {"teacher": "teacher_logprobs"}
         grid = self._grid(samples)
 
         async def read(method: str, *shared: Any) -> list[np.ndarray]:
@@ -163,17 +161,15 @@ class Learner:
             # Only TP rank 0 of CP rank 0 of the last pipeline stage answers, once a data-parallel rank.
             return unpack_tokens(grid, [output for output in outputs if output], len(samples))
 
-        found = {field: await read("compute_logprobs", name) for name, field in names.items()}
-        if algo.critic is not None:
+        found = {fields[name]: await read("compute_logprobs", name) for name in passes if name in fields}
+        if "critic" in passes:
             found["old_values"] = await read("compute_values")
-        if teacher is not None and is_held and teacher.form == "topk":
+        if teacher is not None and has_topk and "teacher" in passes:
             both = await read("compute_teacher_topk", teacher.top_k)
             found["teacher_topk_ids"] = [array[:, : teacher.top_k].astype(np.int64) for array in both]
             found["teacher_topk_logprobs"] = [array[:, teacher.top_k :] for array in both]
-        fields: list[dict[str, Any]] = [
-            {name: arrays[i] for name, arrays in found.items()} for i in range(len(samples))
-        ]
-        return [dataclasses.replace(sample, **each) for sample, each in zip(samples, fields, strict=True)]
+        rows: list[dict[str, Any]] = [{name: arrays[i] for name, arrays in found.items()} for i in range(len(samples))]
+        return [dataclasses.replace(sample, **row) for sample, row in zip(samples, rows, strict=True)]
 
     async def _train(self, parts: Sequence[Sequence[Sample]], *, should_move_policy: bool = True) -> dict[str, float]:
         started_s = time.monotonic()

@@ -11,11 +11,12 @@ from step_recipes import APART, COLOCATED, CONSTANTS, LONG, MAIN, inputs_of, may
 from rlrecipes.plan.engine_costs import compute_decode_costs
 from rlrecipes.plan.lengths import LengthDistribution, draw_lengths
 from rlrecipes.plan.parameters import compute_num_active_parameters
+from rlrecipes.plan.passes import find_logprob_passes
 from rlrecipes.plan.rollout_time import compute_distribution, compute_limits, compute_rollout_time
 from rlrecipes.plan.simulation import Request, simulate
 from rlrecipes.plan.step_time import WORDS, compute_step_time
 from rlrecipes.plan.sync_time import compute_offload_time, compute_sync_time
-from rlrecipes.plan.train_time import compute_train_time, find_logprob_passes
+from rlrecipes.plan.train_time import compute_train_time
 
 PD = (*APART, "topology=pd")
 MOE = (
