@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
 
+from rlrecipes.cli.flags import Parser
 from rlrecipes.errors import InputError
 from rlrecipes.plan.calibration import Calibration, Constant, load_calibration
 from rlrecipes.plan.fitting import METRICS, Fit, Lengths, Measurement, fit
@@ -23,13 +23,8 @@ _PLAIN_WIDTH = 140
 """Columns where there is no terminal to ask."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise InputError("rlrecipes calibrate", message, "see `rlrecipes calibrate --help`")
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="rlrecipes calibrate", description=__doc__)
+def _build_parser() -> Parser:
+    parser = Parser(prog="rlrecipes calibrate", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="with plan.yaml and metrics.jsonl")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the constants; calibration=FILE uses them")
     parser.add_argument("--format", choices=("table", "json"), default="table")

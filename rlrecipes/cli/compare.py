@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from rlrecipes.errors import InputError
+from rlrecipes.cli.flags import Parser
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise InputError("rlrecipes compare", message, "see `rlrecipes compare --help`")
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="rlrecipes compare", description=__doc__)
+def _build_parser() -> Parser:
+    parser = Parser(prog="rlrecipes compare", description=__doc__)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run names or MLflow ids; all runs when none is given")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where mlflow.db lies (default: runs)")
     parser.add_argument("--tracking-uri", help="an MLflow server, instead of --runs-dir")

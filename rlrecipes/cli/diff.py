@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shlex
@@ -10,8 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlrecipes.cli.flags import Parser
 from rlrecipes.config.compose import compose
-from rlrecipes.errors import InputError
 from rlrecipes.plan.comparison import Difference, Kind, compare_plans
 from rlrecipes.plan.nodes import Plan, load_plan
 from rlrecipes.runner.resolution import resolve_recipe
@@ -28,13 +27,8 @@ _TITLES: dict[Kind, str] = {
 _MAX_CELL_CHARACTERS = 60
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise InputError("rlrecipes diff", message, "see `rlrecipes diff --help`")
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="rlrecipes diff", description=__doc__)
+def _build_parser() -> Parser:
+    parser = Parser(prog="rlrecipes diff", description=__doc__)
     what = "a saved plan, a run directory, overrides in one word ('recipe=quickstart algo=dapo'), or an MLflow run"
     parser.add_argument("left", metavar="A", help=what)
     parser.add_argument("right", metavar="B", help="the same")

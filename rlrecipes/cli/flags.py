@@ -1,11 +1,24 @@
-"""Flags of ours beside Hydra's: they are taken out of the words that Hydra gets."""
+"""What of a command line is ours: flags beside Hydra's, taken out of the words that it gets, and verbs without it."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Collection
 
 from rlrecipes.errors import InputError
 from rlrecipes.suggest import did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """The command line of a verb that Hydra does not read; what is wrong with it is an input error like any other."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """Refuse a command line.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(self.prog, message, f"see `{self.prog} --help`")
 
 
 def take_flag(words: list[str], flag: str, example: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from rlrecipes.cli.flags import Parser
 from rlrecipes.config.compose import ComposedRecipe, compose
 from rlrecipes.config.schema import SftConfig
 from rlrecipes.errors import ConfigError, InputError, Problem
@@ -32,13 +32,8 @@ _PLAIN_WIDTH = 160
 type _Found = tuple[Candidate, StepTimeNode]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise InputError("rlrecipes search", message, "see `rlrecipes search --help`")
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _build_parser() -> Parser:
+    parser = Parser(
         prog="rlrecipes search",
         description=__doc__,
         epilog="objective=samples_per_s (all GPUs) or cost (GPU-seconds a sample; also half the GPUs, a quarter ...); "

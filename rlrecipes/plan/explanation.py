@@ -87,11 +87,12 @@ def explain_key(path: str, recipe: Source, defaults: Source, resolve: Callable[[
         InputError: a recipe has no such key; near ones are named.
     """
     value = _find(recipe.config, path)
-    known = [key for key in read_keys() if _fits(key.path, path)]
+    keys = read_keys()
+    known = [key for key in keys if _fits(key.path, path)]
     if value is _MISSING or not known:
         paths = [name for name, _ in flatten(recipe.config.model_dump(mode="json"))]
         raise InputError(path, "is no key of this recipe", did_you_mean(path, paths))
-    inside = [key for key in read_keys() if _fits(key.path.rpartition(".")[0], path)]
+    inside = [key for key in keys if _fits(key.path.rpartition(".")[0], path)]
     tried, follows, refusals = (None, (), ()) if inside else _try_others(path, value, recipe.config, resolve)
     default = _find(defaults.config, path)
     return Explanation(

@@ -16,11 +16,12 @@ from rlrecipes.config.schema import (
     ScheduleConfig,
     ServerGroupConfig,
     SftConfig,
+    TopologyConfig,
     WeightSyncConfig,
     WorkerType,
 )
 from rlrecipes.plan.inventory import read_figures
-from rlrecipes.plan.nodes import POLICY, ClusterNode, DeviceNode, Plan, ProcessNode, ServerGroupNode
+from rlrecipes.plan.nodes import POLICY, ClusterNode, DeviceNode, Plan, ServerGroupNode
 from rlrecipes.plan.placement import Placement
 
 
@@ -147,30 +148,11 @@ def to_step_inputs(
     Returns:
         None where nothing can be said: no GPU is described, or the policy's engines are not the run's own.
     """
-    gpu = cluster.gpu
-    groups = _engine_groups(config, placement)
-    if gpu is None or config.topology.device == "cpu" or (isinstance(config.algo, RlConfig) and not groups):
+    if config.topology.device == "cpu":
         return None
-    sampling = config.rollout.sampling
-    return StepInputs(
-        gpu=gpu,
-        nic_bytes_per_s=cluster.nic_bytes_per_s,
-        shapes=shapes,
-        dtype_bytes=2 if config.model.dtype == "bfloat16" else 4,
-        algo=config.algo,
-        schedule=config.schedule,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_new_tokens=config.rollout.generate.compute_response_tokens(sampling.max_new_tokens),
-        is_distribution_cut=sampling.top_p < 1 or sampling.top_k != -1,
-        max_concurrent_requests=config.rollout.max_concurrent_requests,
-        parallel=config.parallel,
-        trainer_devices=placement.trainer,
-        should_offload_trainer=config.topology.should_offload_trainer,
-        should_offload_engines=config.topology.should_offload_engines,
-        engine_groups=groups if isinstance(config.algo, RlConfig) or config.data.eval_path is not None else (),
-        weight_sync=config.weight_sync,
-        seed=config.seed,
-    )
+    is_asked = isinstance(config.algo, RlConfig) or config.data.eval_path is not None
+    groups = _engine_groups(config, placement) if is_asked else ()
+    return _gather(config, cluster, shapes, config.parallel, placement.trainer, config.topology, groups)
 
 
 def _engine_groups(config: RunConfig, placement: Placement) -> tuple[EngineGroup, ...]:
@@ -189,11 +171,13 @@ def _engine_groups(config: RunConfig, placement: Placement) -> tuple[EngineGroup
     )
 
 
-def build_engine_group(group: ServerGroupConfig, devices: tuple[tuple[DeviceNode, ...], ...]) -> EngineGroup:
-    """A group of the recipe with its devices.
+def build_engine_group(
+    group: ServerGroupConfig | ServerGroupNode, devices: tuple[tuple[DeviceNode, ...], ...]
+) -> EngineGroup:
+    """A group of the recipe or of its Plan, with its devices.
 
     Args:
-        group: the recipe's.
+        group: the recipe's or the Plan's.
         devices: [num_engines][TP x PP].
     """
     return EngineGroup(
@@ -219,47 +203,52 @@ def read_step_inputs(plan: Plan) -> StepInputs | None:
     Returns:
         None where nothing can be said.
     """
-    gpu, policy, trainer = plan.cluster.gpu, plan.policy, plan.trainer
+    policy, trainer = plan.policy, plan.trainer
+    if trainer.device == "cpu":
+        return None
     groups: tuple[EngineGroup, ...] = ()
     if policy is not None and not policy.num_joining_engines:
         answering = [group for group in policy.server_groups if group.worker_type in _ANSWERING]
         is_own = not any(group.engine == "external" for group in answering)
-        groups = tuple(_read_engine_group(group) for group in answering if is_own)
-    if gpu is None or trainer.device == "cpu" or (isinstance(plan.algo, RlConfig) and not groups):
+        groups = tuple(build_engine_group(group, _read_devices(group)) for group in answering if is_own)
+    parallel = ParallelConfig(**{name: getattr(trainer, name) for name in ParallelConfig.model_fields})
+    return _gather(plan, plan.cluster, plan.model.shapes, parallel, trainer.devices, plan, groups)
+
+
+def _gather(
+    source: RunConfig | Plan,
+    cluster: ClusterNode,
+    shapes: ModelShapes,
+    parallel: ParallelConfig,
+    trainer_devices: tuple[DeviceNode, ...],
+    offloading: TopologyConfig | Plan,
+    engine_groups: tuple[EngineGroup, ...],
+) -> StepInputs | None:
+    """What a recipe and its Plan call alike, beside what each was asked for."""
+    if cluster.gpu is None or (isinstance(source.algo, RlConfig) and not engine_groups):
         return None
-    sampling = plan.rollout.sampling
+    sampling = source.rollout.sampling
     return StepInputs(
-        gpu=gpu,
-        nic_bytes_per_s=plan.cluster.nic_bytes_per_s,
-        shapes=plan.model.shapes,
-        dtype_bytes=2 if plan.model.dtype == "bfloat16" else 4,
-        algo=plan.algo,
-        schedule=plan.schedule,
-        max_prompt_tokens=plan.data.max_prompt_tokens,
-        max_new_tokens=plan.rollout.generate.compute_response_tokens(sampling.max_new_tokens),
+        gpu=cluster.gpu,
+        nic_bytes_per_s=cluster.nic_bytes_per_s,
+        shapes=shapes,
+        dtype_bytes=2 if source.model.dtype == "bfloat16" else 4,
+        algo=source.algo,
+        schedule=source.schedule,
+        max_prompt_tokens=source.data.max_prompt_tokens,
+        max_new_tokens=source.rollout.generate.compute_response_tokens(sampling.max_new_tokens),
         is_distribution_cut=sampling.top_p < 1 or sampling.top_k != -1,
-        max_concurrent_requests=plan.rollout.max_concurrent_requests,
-        parallel=ParallelConfig(**{name: getattr(trainer, name) for name in ParallelConfig.model_fields}),
-        trainer_devices=trainer.devices,
-        should_offload_trainer=plan.should_offload_trainer,
-        should_offload_engines=plan.should_offload_engines,
-        engine_groups=groups,
-        weight_sync=plan.weight_sync,
-        seed=plan.seed,
+        max_concurrent_requests=source.rollout.max_concurrent_requests,
+        parallel=parallel,
+        trainer_devices=trainer_devices,
+        should_offload_trainer=offloading.should_offload_trainer,
+        should_offload_engines=offloading.should_offload_engines,
+        engine_groups=engine_groups,
+        weight_sync=source.weight_sync,
+        seed=source.seed,
     )
 
 
-def _read_engine_group(group: ServerGroupNode) -> EngineGroup:
-    return EngineGroup(
-        worker_type=group.worker_type,
-        placement=group.placement,
-        tensor_parallel_size=group.gpus_per_engine // group.pipeline_parallel_size,
-        pipeline_parallel_size=group.pipeline_parallel_size,
-        attention_data_parallel_size=group.attention_data_parallel_size,
-        native=read_figures(group.sglang),
-        devices=tuple(_read_devices(engine) for engine in group.engines),
-    )
-
-
-def _read_devices(engine: ProcessNode) -> tuple[DeviceNode, ...]:
-    return engine.devices + tuple(device for follower in engine.followers for device in follower.devices)
+def _read_devices(group: ServerGroupNode) -> tuple[tuple[DeviceNode, ...], ...]:
+    processes = ((engine, *engine.followers) for engine in group.engines)
+    return tuple(tuple(device for part in parts for device in part.devices) for parts in processes)
