@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import re
 import signal
 import socket
@@ -22,6 +23,10 @@ from rlrecipes.errors import EngineError
 STANDINS = Path(__file__).parent / "standins"
 """Directory for PYTHONPATH of a real SGLang server on a CPU, and of nothing else."""
 _GUARD = Path(__file__).parent / "guard.py"
+_LOOPBACK = "127.0.0.1"
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 10_000
+_NUM_PORTS_TO_TRY = 64
 _POLL_INTERVAL_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
 _KILL_TIMEOUT_S = 10.0
@@ -48,11 +53,37 @@ _KNOWN_CAUSES = (
 
 
 def find_free_port() -> int:
-    """A TCP port of this host that nobody listens on now."""
+    """A TCP port of this host that nobody listens on, kept for a minute for whoever binds it by number.
+
+    A server binds its port long after it was chosen, and meanwhile others open sockets by the hundred. So it lies
+    outside the range that the kernel gives away by itself, and a closed connection of its own (TIME_WAIT) makes it look
+    taken to the next caller of this function, in whatever process.
+    """
+    with socket.socket() as probe:
+        for port in _list_ports_to_try():
+            with contextlib.suppress(OSError):
+                probe.bind(("", port))
+                break
+        found: int = probe.getsockname()[1]
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((_LOOPBACK, found))
+        listener.listen(1)
+        with socket.create_connection((_LOOPBACK, found)) as caller:
+            answerer, _ = listener.accept()
+            answerer.close()  # before the caller: TIME_WAIT stays with whoever closes first
+            caller.recv(1)
+    return found
+
+
+def _list_ports_to_try() -> list[int]:
+    """Some of no use to the kernel, then 0: any."""
+    try:
+        ephemeral = int(_EPHEMERAL_RANGE.read_text().split()[0])
+    except OSError:  # not Linux
+        return [0]
+    outside = range(_FIRST_PORT, ephemeral)
+    return [*random.SystemRandom().sample(outside, k=min(_NUM_PORTS_TO_TRY, len(outside))), 0]
 
 
 def read_log_tail(log_path: Path, offset_bytes: int = 0) -> str:

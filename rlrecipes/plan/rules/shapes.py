@@ -82,6 +82,8 @@ def etp_divides_an_expert(config: RunConfig, shapes: ModelShapes) -> Iterator[Fo
     """ETP gives every rank the same columns of an expert."""
     parallel, width = config.parallel, shapes.moe_ffn_hidden_size
     etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    if shapes.num_moe_experts is None and (parallel.expert_tensor_parallel_size or 1) > 1:
+        yield Found(_ETP, f"is {etp}; the model has no experts", "use null")
     if shapes.num_moe_experts is not None and width is not None and width % etp:
         fix = f"use {list_divisors_near(etp, width)}"
         yield Found(_ETP, f"is {etp}, which does not divide moe_ffn_hidden_size={width}", fix)

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy as np
 
 from rlrecipes.batching.grid import build_grid
 from rlrecipes.config.schema import ModelShapes, OptimConfig
+from rlrecipes.engines.sglang.process import find_free_port
 from rlrecipes.plan.nodes import DeviceNode, ModelNode, TrainerNode
 from rlrecipes.types import MicroBatch, Sample
 
@@ -155,12 +155,6 @@ def build_samples(num_samples: int, *, seed: int = 0, vocab_size: int = 97) -> l
             )
         )
     return samples
-
-
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _serve(rank: int, tasks: Connection) -> None:

@@ -322,6 +322,7 @@ CASES = [
     Case("ep_divides_experts", EP, {EP: 3}, {EP: 4}, MOE, (16,), "128 experts"),
     Case("ep_divides_experts", EP, {EP: 2}, {EP: 1}, told="no experts"),
     Case("etp_divides_an_expert", ETP, {ETP: 5}, {ETP: 4}, MOE, (16,)),
+    Case("etp_divides_an_expert", ETP, {ETP: 2}, {ETP: 1}, told="no experts"),
     Case("expert_layout_fills_a_stage", EP, {EP: 4, DP: 2}, {EP: 4, DP: 4}, MOE, (16,), "EP x ETP = 4"),
     Case("experts_under_tp_have_sp", "parallel.sequence_parallel", {TP: 2}, {TP: 2, "parallel.sequence_parallel": True},
          MOE, (16,)),

@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
+from rlrecipes.engines.sglang import process as process_module
 from rlrecipes.engines.sglang.process import ServerProcess, find_free_port, read_log_tail, wait_until_workers
 from rlrecipes.errors import EngineError
 
@@ -111,6 +113,32 @@ def test_ready_and_workers(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="did not find these engines healthy within 0.2 s: http://b"):
         asyncio.run(wait_until_workers(url, ["http://b"], 0.2))
     process.stop()
+
+
+def test_a_chosen_port_is_given_to_nobody_who_asks_for_just_any() -> None:
+    chosen = [find_free_port() for _ in range(300)]
+    assert len(set(chosen)) == len(chosen)
+    with ExitStack() as stack:
+        for _ in range(300):
+            taken = stack.enter_context(socket.socket())
+            taken.bind(("127.0.0.1", 0))
+            assert taken.getsockname()[1] not in chosen
+        for port in chosen:
+            server = stack.enter_context(socket.socket())
+            with pytest.raises(OSError, match="in use"):
+                server.bind(("", port))
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            server.bind(("", port))
+            server.listen()
+
+
+def test_a_port_is_found_where_the_kernel_gives_away_all_of_them(tmp_path: Path, monkeypatch) -> None:
+    everything = tmp_path / "range"
+    everything.write_text("1024\t65535\n")
+    for path in (everything, tmp_path / "missing"):
+        monkeypatch.setattr(process_module, "_EPHEMERAL_RANGE", path)
+        chosen = [find_free_port() for _ in range(100)]
+        assert len(set(chosen)) == len(chosen)
 
 
 def test_a_port_that_is_taken_is_named_with_its_owner(tmp_path: Path) -> None:
