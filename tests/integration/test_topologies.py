@@ -224,9 +224,11 @@ def test_engines_join_at_the_router_beside_groups_of_the_runs_own(models, shell)
     with engine_of_others(models["student"], "/") as url:
         process = shell.start("train", "name=run", "schedule.num_steps=1", *RUN, *student(models), *words)
         router = wait_for_router(shell.cwd / "runs" / "run" / "routers.json", "policy", process)
-        assert call(f"{router}/workers", {"url": url})
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output
+        try:
+            assert call(f"{router}/workers", {"url": url})
+        finally:
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, output
         assert f"register each: POST {router}/workers" in output
         metrics = shell.metrics("run")
         assert metrics[1]["weight_sync/is_verified"] == 1.0
