@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from rlrecipes.plan.nodes import DeviceNode, ModelNode, TrainerNode
 from rlrecipes.types import MicroBatch, Sample
 
 _MAX_THREADS = 200
+_PR_SET_PDEATHSIG = 1
 _TASK_TIMEOUT_S = 120
 
 
@@ -160,9 +163,10 @@ def build_samples(num_samples: int, *, seed: int = 0, vocab_size: int = 97) -> l
 def _serve(rank: int, tasks: Connection) -> None:
     import torch
 
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process sees no end of its parent
     torch.set_num_threads(1)
-    while (task := tasks.recv()) is not None:
-        function, port, arguments = task
+    while True:
+        function, port, arguments = tasks.recv()
         try:
             answer = (True, function(rank, port, *arguments))
         except BaseException:
@@ -170,7 +174,6 @@ def _serve(rank: int, tasks: Connection) -> None:
         _leave_process_group()
         tasks.send((*answer, len(os.listdir("/proc/self/task"))))
         del answer
-    os._exit(0)  # tearing down the interpreter takes seconds
 
 
 def _leave_process_group() -> None:
@@ -193,7 +196,10 @@ def _leave_process_group() -> None:
 
 
 class RankGroup:
-    """Runs a module-level function ``(rank, port, *arguments)`` on the first n processes at once."""
+    """Runs a module-level function ``(rank, port, *arguments)`` on the first n processes at once.
+
+    Between two calls they are stopped: the threads of gloo groups that something still holds poll for ever.
+    """
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
@@ -215,27 +221,26 @@ class RankGroup:
     def run(self, num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         self._start(num_ranks)
         port = find_free_port()
-        for tasks in self._tasks[:num_ranks]:
+        for process, tasks in zip(self._processes[:num_ranks], self._tasks, strict=False):
+            os.kill(process.pid, signal.SIGCONT)
             tasks.send((function, port, arguments))
         answers = []
         for rank, tasks in enumerate(self._tasks[:num_ranks]):
             assert tasks.poll(_TASK_TIMEOUT_S), f"rank {rank} gave no answer"
             answers.append(tasks.recv())
+            os.kill(self._processes[rank].pid, signal.SIGSTOP)
         for rank, (_, _, num_threads) in enumerate(answers):
             if num_threads > _MAX_THREADS:  # what Megatron's checkpoints keep of their groups polls for ever
-                self._tasks[rank].send(None)
+                self._processes[rank].kill()
                 self._processes[rank], self._tasks[rank] = self._start_one(rank)
         told = [result for is_done, result, _ in answers if not is_done]
         assert not told, "\n".join(told)
         return [result for _, result, _ in answers]
 
     def close(self) -> None:
-        for process, tasks in zip(self._processes, self._tasks, strict=True):
-            with contextlib.suppress(OSError):
-                tasks.send(None)
+        for process in self._processes:
+            process.kill()
             process.join(10)
-            if process.is_alive():
-                process.kill()
 
 
 @contextlib.contextmanager
