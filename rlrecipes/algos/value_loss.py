@@ -49,8 +49,10 @@ def compute_clipped_value_loss(
     unclipped = (values - returns).square()
     if value_clip is None:
         return unclipped, torch.zeros_like(unclipped, dtype=torch.bool)
-    clipped = (old_values + (values - old_values).clamp(-value_clip, value_clip) - returns).square()
-    is_clipped = clipped > unclipped
+    moved = values - old_values
+    clipped = (old_values + moved.clamp(-value_clip, value_clip) - returns).square()
+    # Within the bound both errors are one number, which rounding makes two.
+    is_clipped = (moved.abs() > value_clip) & (clipped > unclipped)
     return torch.where(is_clipped, clipped, unclipped), is_clipped
 
 

@@ -40,6 +40,17 @@ def test_value_and_gradient_equal_a_loop(tokens, value_clip):
     assert is_clipped.tolist() == [is_bound for _, _, is_bound in slow] and is_clipped.dtype == torch.bool
 
 
+def test_rounding_clips_nothing():
+    generator = torch.Generator().manual_seed(0)
+    old_values, moved, returns = (torch.randn(4096, generator=generator) for _ in range(3))
+    values = old_values + 0.04 * moved.clamp(-1, 1)
+    loss, is_clipped = compute_clipped_value_loss(
+        values=values, old_values=old_values, returns=returns, value_clip=0.05
+    )
+    assert not is_clipped.any()
+    assert torch.equal(loss, (values - returns).square())
+
+
 def test_gradients_reach_values_alone():
     leaves = [torch.tensor([number], requires_grad=True) for number in (0.5, 0.4, 1.0)]
     loss, _ = compute_clipped_value_loss(values=leaves[0], old_values=leaves[1], returns=leaves[2], value_clip=0.2)
