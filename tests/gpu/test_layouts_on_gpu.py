@@ -36,7 +36,10 @@ def run_rank(
     options = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "kl_coef_in_loss": 0.05, "kl_estimator": "k3"}
     objective = partial(compute_policy_objective, entropy_coef=0.01, **options)
     own = Layout(**layout)
-    trainer = build_trainer_node(own, needs_reference=True, device=device, optimizer_cpu_offload=is_offloaded)
+    native = {} if HAS_TRANSFORMER_ENGINE and device == "cuda" else {"transformer_impl": "local"}
+    trainer = build_trainer_node(
+        own, needs_reference=True, device=device, optimizer_cpu_offload=is_offloaded, megatron=native
+    )
     trainer_rank = TrainerRank(trainer, build_wide_node(dtype), rank=rank, master_address="127.0.0.1", master_port=port)
     trainer_rank.load_hf(path)
     row = own.build_rows(build_samples(14))[own.row_of(rank)]

@@ -1,7 +1,9 @@
-"""Causal attention over packed samples in plain torch. Owns how short samples are batched; refuses anything fused.
+"""Causal attention and rotary embedding of packed samples for Megatron's local layers, in torch alone.
 
 Megatron's local core attention refuses ``PackedSeqParams``, and the packed one comes with Transformer Engine, which
-needs CUDA. This one gives CPU the same road: micro-batches without padding between samples.
+needs CUDA. This one gives a CPU, and a GPU without Transformer Engine, the same road: micro-batches without padding
+between samples. On a GPU half-precision goes through torch's flash attention over ``cu_seqlens``; everything else is
+batched by length here. Neither makes a mask.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from rlrecipes.engines.megatron.context_parallel import find_positions, find_slots, gather_tokens
 
@@ -22,6 +26,8 @@ _SHORT_TOKENS = 32
 """Samples up to this length share a block whatever their lengths: a block costs more than its padding."""
 _LEAST_FILL = 0.75
 """Longer ones share a block while the shortest fills this fraction of the longest."""
+_FLASH_WIDTHS = range(8, 257, 8)
+"""Head widths of torch's flash attention."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,29 @@ def compute_packed_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqle
     return _gather(torch.cat(parts), layout.inverse, layout.order)
 
 
+def compute_flash_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, scale: float) -> Tensor:
+    """The same by one fused kernel; CUDA, bfloat16 or float16, a width of ``_FLASH_WIDTHS``.
+
+    Args:
+        query: [T, heads, width].
+        key: [T, groups, width].
+        value: [T, groups, width].
+        packed: where each sample starts, and the longest.
+        scale: multiplies the scores before the softmax.
+
+    Returns:
+        [T, heads, width].
+    """
+    starts, longest, causal = packed.cu_seqlens_q, packed.max_seqlen_q, (-1, 0)  # a window up to the query itself
+    out = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scale, window_size=causal)
+    assert isinstance(out, Tensor)  # a pair only when more is asked for
+    return out
+
+
+def _has_flash(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in _FLASH_WIDTHS
+
+
 class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Core attention of a layer spec; takes what Megatron gives ``DotProductAttention``, with ``PackedSeqParams``.
 
@@ -215,20 +244,26 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         """
         starts, group = packed_seq_params.cu_seqlens_q, parallel_state.get_context_parallel_group()
         if group.size() == 1:
-            return compute_packed_attention(query, key, value, starts, self.scale).flatten(1)
-        own = find_slots(starts, group.size(), group.rank())
+            return self._attend(query, key, value, packed_seq_params).flatten(1)
+        own = find_slots(starts, group.size(), group.rank(), len(query))
         key, value = gather_tokens(torch.cat((key, value), 1), starts, group).chunk(2, 1)
         query = query.new_zeros(len(key), *query.shape[1:]).index_copy(0, own, query)
-        out = compute_packed_attention(query, key, value, starts, self.scale)
-        return out.index_select(0, own).flatten(1)
+        return self._attend(query, key, value, packed_seq_params).index_select(0, own).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
+        if _has_flash(query):
+            return compute_flash_attention(query, key.contiguous(), value.contiguous(), packed, self.scale)
+        return compute_packed_attention(query, key, value, packed.cu_seqlens_q, self.scale)
 
 
 @functools.lru_cache(maxsize=8)
-def _build_rotation(cu_seqlens: Tensor, freqs: Tensor, cp_size: int, cp_rank: int) -> tuple[Tensor, Tensor]:
+def _build_rotation(
+    cu_seqlens: Tensor, freqs: Tensor, cp_size: int, cp_rank: int, num_tokens: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every token of this rank, [T, 1, width]; position 0 at each sample's start."""
-    positions = find_positions(cu_seqlens, cp_size, cp_rank)[1]
+    positions = find_positions(cu_seqlens, cp_size, cp_rank, num_tokens)[1]
     angles = freqs.squeeze(1).index_select(0, positions)
-    return angles.cos(), angles.sin()
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class _Rotate(torch.autograd.Function):
@@ -276,7 +311,16 @@ def apply_packed_rope(
         Su et al. 2021, arXiv:2104.09864, equation 34, with halves instead of neighbours as pairs.
     """
     if interleaved:
-        raise NotImplementedError("packed rotary embedding on CPU: no interleaved pairs")
-    cos, sin = _build_rotation(cu_seqlens, freqs, cp_size, cp_rank)
-    out: Tensor = _Rotate.apply(x, cos.to(x.dtype), sin.to(x.dtype))  # type: ignore[no-untyped-call]
+        raise NotImplementedError("packed rotary embedding of local layers: no interleaved pairs")
+    cos, sin = _build_rotation(cu_seqlens, freqs, cp_size, cp_rank, len(x), x.dtype)
+    out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return out
+
+
+def use_packed_rope() -> None:
+    """Give Megatron this rotary embedding where it looks for the fused one, for this process.
+
+    The fused one comes with Transformer Engine. The unfused one walks the samples in Python, layer by layer, and asks a
+    GPU for their lengths each time.
+    """
+    rope_utils.fused_apply_rotary_pos_emb_thd = apply_packed_rope

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from rlrecipes.config.schema import ModelShapes, OptimConfig
+from rlrecipes.engines.megatron.attention import use_packed_rope
 from rlrecipes.errors import ConfigError, Problem
 from rlrecipes.plan.native import MEGATRON_OWNED
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
@@ -25,9 +26,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _KINDS = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 
 
-def has_transformer_engine(trainer: TrainerNode) -> bool:
-    """Whether layers come from Transformer Engine: on CUDA, where it is installed."""
-    return trainer.device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+def uses_transformer_engine(trainer: TrainerNode) -> bool:
+    """Whether layers come from Transformer Engine: on CUDA, unless ``parallel.megatron.transformer_impl`` is local."""
+    return trainer.device == "cuda" and trainer.megatron.get("transformer_impl") != "local"
 
 
 def to_megatron_num_chunks(trainer: TrainerNode) -> int | None:
@@ -105,10 +106,11 @@ def _default_fields(trainer: TrainerNode) -> dict[str, Any]:
         "deterministic_mode": trainer.is_deterministic and on_cuda,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
-        "persist_layer_norm": has_transformer_engine(trainer),
+        "persist_layer_norm": uses_transformer_engine(trainer),
         "bias_activation_fusion": on_cuda,
         "bias_dropout_fusion": on_cuda,
-        "apply_rope_fusion": not on_cuda or has_transformer_engine(trainer),
+        "apply_rope_fusion": True,  # the other one walks the samples in Python, and waits for the GPU in each layer
+        "transformer_impl": "transformer_engine" if uses_transformer_engine(trainer) else "local",
     }
 
 
@@ -160,6 +162,33 @@ def check_native(native: dict[str, Any]) -> None:
         raise ConfigError.from_problems(problems)
 
 
+def _check_implementation(trainer: TrainerNode) -> None:
+    """Refuse layers that are not to be had here, before Megatron fails inside one of them.
+
+    Raises:
+        ConfigError: all that is wrong.
+    """
+    where, native = "parallel.megatron.transformer_impl", trainer.megatron
+    asked = native.get("transformer_impl")
+    problems = []
+    if asked == "inference_optimized":
+        problems.append(Problem(where, "inference_optimized cannot train", "set transformer_engine or local"))
+    elif asked == "transformer_engine" and trainer.device == "cpu":
+        problems.append(Problem(where, "Transformer Engine needs a GPU", "set local, or topology.device=cuda"))
+    elif uses_transformer_engine(trainer) and not _is_installed("transformer_engine"):
+        problem, fix = "Transformer Engine is not installed", "install transformer-engine[pytorch], or set local"
+        problems.append(Problem(where, problem, fix))
+    if native.get("gradient_accumulation_fusion") and not _is_installed("fused_weight_gradient_mlp_cuda"):
+        problem, fix = "needs APEX built with --cuda_ext, which is not installed", "install it, or set it false"
+        problems.append(Problem("parallel.megatron.gradient_accumulation_fusion", problem, fix))
+    if problems:
+        raise ConfigError.from_problems(problems)
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
 def _build[Config](kind: type[Config], trainer: TrainerNode, taken: dict[str, Any], defaults: dict[str, Any]) -> Config:
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     native = {name: value for name, value in trainer.megatron.items() if name in fields}
@@ -179,9 +208,13 @@ def build_transformer_config(model: ModelNode, trainer: TrainerNode) -> Transfor
         trainer: layout, and native options.
 
     Raises:
-        ConfigError: a native option is unknown, belongs to another section, or Megatron refuses the combination.
+        ConfigError: a native option is unknown, belongs to another section, or asks for a package that is missing; or
+            Megatron refuses the combination.
     """
     check_native(trainer.megatron)
+    _check_implementation(trainer)
+    if not uses_transformer_engine(trainer):
+        use_packed_rope()
     taken = _architecture_fields(model) | _expert_fields(model.shapes) | _parallel_fields(trainer)
     return _build(TransformerConfig, trainer, taken, _default_fields(trainer))
 
@@ -197,7 +230,8 @@ def build_optimizer_config(trainer: TrainerNode, optim: OptimConfig, dtype: torc
     Raises:
         ConfigError: Megatron refuses the combination.
     """
-    if trainer.optimizer_cpu_offload and not has_transformer_engine(trainer):  # the norm would be one of bfloat16
+    # Without it the norm would be one of bfloat16.
+    if trainer.optimizer_cpu_offload and not (trainer.device == "cuda" and _is_installed("transformer_engine")):
         problem, fix = "needs Transformer Engine, which is not installed", "install it, or set it false"
         raise ConfigError("parallel.optimizer_cpu_offload", problem, fix)
     taken = _optimizer_fields(trainer, optim, dtype)

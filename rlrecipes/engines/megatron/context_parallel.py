@@ -32,20 +32,21 @@ def pad_starts(cu_seqlens: Tensor, cp_size: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=32)  # by identity of the tensor: every layer asks for the same ones
-def find_positions(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> tuple[Tensor, Tensor]:
+def find_positions(cu_seqlens: Tensor, cp_size: int, cp_rank: int, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Which tokens a rank holds, in order.
 
     Args:
         cu_seqlens: [S + 1], where each padded sample starts, and the end.
         cp_size: CP.
         cp_rank: whose tokens.
+        num_tokens: T / CP; given, so that a GPU need not be waited for.
 
     Returns:
         The sample of each and its position within the sample, [T / CP] int64 both.
     """
     lengths = cu_seqlens.diff().long()
     held = lengths // cp_size
-    sample = torch.arange(len(lengths), device=held.device).repeat_interleave(held)
+    sample = torch.arange(len(lengths), device=held.device).repeat_interleave(held, output_size=num_tokens)
     within = torch.arange(len(sample), device=held.device) - (held.cumsum(0) - held)[sample]
     if cp_size == 1:
         return sample, within
@@ -54,9 +55,9 @@ def find_positions(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> tuple[Tens
 
 
 @functools.lru_cache(maxsize=32)
-def find_slots(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+def find_slots(cu_seqlens: Tensor, cp_size: int, cp_rank: int, num_tokens: int) -> Tensor:
     """Where the tokens of a rank lie among all, [T / CP] int64; see :func:`find_positions`."""
-    sample, position = find_positions(cu_seqlens, cp_size, cp_rank)
+    sample, position = find_positions(cu_seqlens, cp_size, cp_rank, num_tokens)
     return cu_seqlens[sample] + position
 
 
@@ -98,7 +99,7 @@ class _GatherTokens(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Gather, then put in order."""
         size = group.size()
-        ctx.order = torch.cat([find_slots(cu_seqlens, size, rank) for rank in range(size)])
+        ctx.order = torch.cat([find_slots(cu_seqlens, size, rank, len(x)) for rank in range(size)])
         ctx.group = group
         gathered = x.new_empty(size * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)

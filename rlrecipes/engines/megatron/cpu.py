@@ -113,12 +113,10 @@ def _patch_tensor_methods() -> None:
 
 
 def _patch_megatron() -> None:
-    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import random as tracker
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from rlrecipes.engines.megatron.attention import apply_packed_rope
     from rlrecipes.engines.megatron.norm import build_rms_norm
 
     # The tracker of model-parallel generators reads and writes the CUDA generator's state.
@@ -130,8 +128,6 @@ def _patch_megatron() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
-    # The fused kernel comes with Transformer Engine; the unfused one walks the samples in Python, layer by layer.
-    rope_utils.fused_apply_rotary_pos_emb_thd = apply_packed_rope
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlrecipes.engines.megatron.attention import PackedAttention
-from rlrecipes.engines.megatron.configuration import DTYPES, has_transformer_engine
+from rlrecipes.engines.megatron.configuration import DTYPES, uses_transformer_engine
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
 from rlrecipes.plan.parameters import compute_padded_vocab_size
 
@@ -36,7 +36,7 @@ def build_model(model: ModelNode, trainer: TrainerNode, config: TransformerConfi
 
 def _build_chunk(model: ModelNode, trainer: TrainerNode, config: TransformerConfig, stage: int | None) -> GPTModel:
     shapes = model.shapes
-    if has_transformer_engine(trainer):
+    if uses_transformer_engine(trainer):
         spec = get_gpt_layer_with_transformer_engine_spec(shapes.num_moe_experts, qk_layernorm=shapes.qk_layernorm)
     else:
         spec = get_gpt_layer_local_spec(
