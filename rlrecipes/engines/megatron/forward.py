@@ -82,18 +82,19 @@ def build_inputs(
     """
     arrays = {field.name: getattr(micro_batch, field.name) for field in dataclasses.fields(micro_batch)}
     del arrays["sample_indices"]
+    # All of it is worked out on the CPU: asking a GPU for a number would wait for the micro-batch before.
     # Copied: arrays that came through Ray are read-only, which torch has no notion of.
-    batch = {name: torch.tensor(array, device=device) for name, array in arrays.items() if array is not None}
+    batch = {name: torch.tensor(array) for name, array in arrays.items() if array is not None}
     lengths = batch["cu_seqlens"].diff()
-    batch["sample_index"] = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+    batch["sample_index"] = torch.arange(len(lengths)).repeat_interleave(lengths)
     starts = pad_starts(batch["cu_seqlens"], group.size())
     longest = int(starts.diff().max())
-    packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest)
     if group.size() == 1:
         token_ids, position_ids, places = batch["token_ids"], batch["position_ids"], None
         is_trained = batch["loss_mask"]
     else:
-        sample, position_ids = find_positions(starts, group.size(), group.rank())
+        num_tokens = int(starts[-1]) // group.size()
+        sample, position_ids = find_positions(starts, group.size(), group.rank(), num_tokens)
         is_padding = position_ids >= lengths[sample]
         places = torch.where(is_padding, len(batch["token_ids"]), batch["cu_seqlens"][sample] + position_ids)
         token_ids, is_trained = (_append_zero(batch[name])[places] for name in ("token_ids", "loss_mask"))
@@ -103,7 +104,22 @@ def build_inputs(
         if not len(positions):  # nothing is trained here: keep one, so that every gradient exists
             positions = positions.new_zeros(1)
         places = positions if places is None else places[positions]
-    return Inputs(batch, token_ids[None], position_ids[None], packed, positions, places, group)
+    move = functools.partial(_move, device=device)
+    starts = move(starts)
+    return Inputs(
+        {name: move(array) for name, array in batch.items()},
+        move(token_ids)[None],
+        move(position_ids)[None],
+        PackedSeqParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest),
+        None if positions is None else move(positions),
+        None if places is None else move(places),
+        group,
+    )
+
+
+def _move(array: Tensor, device: str) -> Tensor:
+    """To the device, without waiting for what it is doing: only pinned memory allows that."""
+    return array if device == "cpu" else array.pin_memory().to(device, non_blocking=True)
 
 
 def _append_zero(array: Tensor) -> Tensor:
@@ -115,6 +131,28 @@ class Reader(Protocol):
 
     def read(self, inputs: Inputs, out: Tensor) -> tuple[Any, ...]:
         """The batch as the objective is to see it, then what was read: [T] each, 0 where nothing is trained."""
+
+
+class _Take(torch.autograd.Function):
+    """Rows by index, none taken twice: the gradient is put where autograd's own would add, row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        """Take ``x[index]``."""
+        ctx.save_for_backward(index)
+        ctx.shape = x.shape
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Put the gradient at ``index``, 0 elsewhere."""
+        (index,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.shape).index_copy_(0, index, grads[0]), None
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    rows: Tensor = _Take.apply(x, index)  # type: ignore[no-untyped-call]
+    return rows
 
 
 def compute_logits(
@@ -132,7 +170,7 @@ def compute_logits(
     Returns:
         [N, V / TP].
     """
-    kept = hidden_states if context is None else hidden_states.index_select(0, context)
+    kept = hidden_states if context is None else _take(hidden_states, context)
     logits: Tensor = output_layer(kept, weight=output_weight)[0]
     return logits.squeeze(1)
 

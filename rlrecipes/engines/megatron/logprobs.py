@@ -17,7 +17,10 @@ from torch import Tensor
 from rlrecipes.engines.megatron.kept_set import KeptSet, find_kept_set
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
-"""Most logits turned to float32 at a time: on a CPU what a core's cache holds, so that many passes read memory once."""
+"""Most logits turned to float32 at a time: on a CPU what a core's cache holds, so that many passes read memory once.
+
+On a GPU only a cut distribution is computed so: see vocabulary_kernels.py for the whole one.
+"""
 
 
 class Logprobs(NamedTuple):
@@ -89,6 +92,12 @@ class _VocabularyLogprobs(torch.autograd.Function):
         """
         logits, highest, mass, entropy, *cut = ctx.saved_tensors
         shard = ctx.shard
+        if logits.is_cuda and shard.width and not cut:
+            from rlrecipes.engines.megatron.vocabulary_kernels import compute_logits_gradient
+
+            targets, given = torch.where(shard.is_local, shard.targets, -1), (grads[0], grads[1])
+            state = highest, mass, entropy
+            return compute_logits_gradient(logits, targets, state, given, width=shard.width, scale=shard.scale), None
         grad_logprobs, grad_entropy = (None if grad is None else grad * shard.scale for grad in grads[:2])
         width, log_mass = shard.width, mass.log()
         out = torch.empty_like(logits)
@@ -111,6 +120,12 @@ class _VocabularyLogprobs(torch.autograd.Function):
 def _compute_local_sums(logits: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
     """Highest z = logits / temperature, [T]; sums of e^y, y e^y, and y of the target, [3, T], with y = z - highest."""
     num_tokens, width = logits.shape
+    if logits.is_cuda and width:
+        from rlrecipes.engines.megatron.vocabulary_kernels import compute_row_sums
+
+        highest, sums = compute_row_sums(logits, shard.targets, width=width, scale=shard.scale)
+        sums[2].masked_fill_(~shard.is_local, 0)
+        return highest, sums
     highest = logits.new_full((num_tokens,), -torch.inf, dtype=torch.float32)
     sums = logits.new_zeros((3, num_tokens), dtype=torch.float32)
     for rows in _chunks(logits) if width else ():
