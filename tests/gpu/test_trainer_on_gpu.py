@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 import traceback
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -95,8 +97,27 @@ def run_steps(device: str, dtype: str, implementation: str, fields: dict[str, An
     row = build_row(rank, Path(path) / "near.npz")
     before = rank.compute_logprobs(row, which="policy")
     steps = [rank.train_step(row, objective) for _ in range(3)]
+    parts = (row[:1], row[:3]) if device == "cuda" else ()
+    waits = [find_waits(partial(rank.train_step, part, objective)) for part in parts]
     rank.close()
-    return {"steps": steps, "logprobs": [values.tolist() for values in before], "attention": sorted(used)}
+    return {
+        "steps": steps,
+        "logprobs": [values.tolist() for values in before],
+        "attention": sorted(used),
+        "waits": waits,
+    }
+
+
+def find_waits(step: Callable[[], Any]) -> list[str]:
+    """Where torch made the CPU wait for the GPU."""
+    import torch
+
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step()
+    torch.cuda.set_sync_debug_mode("default")
+    return [f"{found.filename}:{found.lineno}" for found in told if "synchronizing" in str(found.message)]
 
 
 def run_tasks(tasks: list[list[Any]]) -> list[Any]:
@@ -174,6 +195,15 @@ def test_loss_gradient_and_logprobs_are_those_of_the_cpu(
     for name in ("loss", "grad_norm"):
         assert found["steps"][0][name] == pytest.approx(reference["steps"][0][name], rel=bound)
     assert difference.mean() < 2 * bound
+
+
+@pytest.mark.parametrize("recomputing", RECOMPUTING)
+def test_no_micro_batch_waits_for_the_one_before(on_gpu: tuple[str, Any], recomputing: str) -> None:
+    found = on_gpu[1]["bfloat16", recomputing]
+    assert isinstance(found, dict), found
+    one, three = found["waits"]
+    assert one, "the loss of a step is read, and that waits"
+    assert sorted(three) == sorted(one)
 
 
 if __name__ == "__main__":
