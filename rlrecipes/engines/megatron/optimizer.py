@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, Distribut
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+from torch import Tensor
 
 from rlrecipes.config.schema import OptimConfig
 from rlrecipes.errors import TrainerError
@@ -91,6 +92,19 @@ def run_reload_weights(optimizer: ChainedOptimizer) -> None:
     for inner in optimizer.chained_optimizers:
         if isinstance(inner.optimizer, HybridDeviceOptimizer):
             _prepare_offloaded(inner.optimizer)
+
+
+def iter_state_tensors(optimizer: ChainedOptimizer) -> Iterator[Tensor]:
+    """Every tensor that the optimizer steps or remembers: copies of the weights, or the weights, and moments.
+
+    Args:
+        optimizer: from :func:`build_optimizer`.
+    """
+    for inner in optimizer.chained_optimizers:
+        for group in inner.optimizer.param_groups:
+            yield from group["params"]
+        for state in inner.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _prepare_offloaded(optimizer: Any) -> None:

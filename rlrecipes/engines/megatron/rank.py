@@ -6,6 +6,7 @@ something. Nothing here knows Ray: whoever holds a rank calls it like any object
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -197,6 +198,40 @@ class TrainerRank:
             for name, parameter in self._policy.named_parameters():
                 parameter.data = policy[name]
 
+    # ---- memory
+
+    def offload_state(self) -> None:
+        """Take all but the policy's weights off the device: gradients, optimizers, the critic. What is frozen is in the
+        host always. Weights can be sent and exported; nothing can be computed or saved until :meth:`reload`.
+        """
+        self._policy.offload_state()
+        if self._critic is not None:
+            self._critic.offload_state()
+            self._critic.offload_weights()
+        self._run_empty_cache()
+
+    def offload_weights(self) -> None:
+        """Take the policy's weights off the device too; comes after :meth:`offload_state`."""
+        self._policy.offload_weights()
+        self._run_empty_cache()
+
+    def reload(self) -> None:
+        """Bring everything back, bit for bit; gradients as zeros."""
+        for model in (self._policy, self._critic):
+            if model is not None:
+                model.reload()
+
+    def _run_empty_cache(self) -> None:
+        """Give what torch's allocator keeps back to the driver, so that another process can have it."""
+        if self._trainer.device == "cuda":
+            gc.collect()  # activations that a cycle of references still holds
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+
+    def _require_whole(self) -> None:
+        if not all(model.is_whole for model in (self._policy, self._critic) if model is not None):
+            raise TrainerError("trainer", "computes while its memory is given away", "call reload first: report this")
+
     # ---- compute
 
     def compute_logprobs(
@@ -235,6 +270,7 @@ class TrainerRank:
         return self._read(reader, micro_batches, "teacher")
 
     def _read(self, reader: Reader, micro_batches: Sequence[MicroBatch], which: str) -> list[np.ndarray]:
+        self._require_whole()
         if which != "policy" and which not in self._frozen:
             fix = "set needs_reference or teacher_path, and load weights first"
             raise TrainerError("trainer.compute_logprobs", f"no {which} is kept", fix)
@@ -268,6 +304,7 @@ class TrainerRank:
         Raises:
             TrainerError: loss or gradient is not finite; on every rank, and no weight was changed.
         """
+        self._require_whole()
         self._seed(self._policy.num_train_steps)
         step = build_train_step(self._reader, objective)
         return self._policy.run_train_step(step, micro_batches, without_gradient)
@@ -311,6 +348,7 @@ class TrainerRank:
         return critic.run_train_step(build_train_step(ValueReader(), objective), micro_batches)
 
     def _find_critic(self) -> TrainedModel:
+        self._require_whole()
         if self._critic is None:
             raise TrainerError("trainer.critic", "there is no critic", "set algo.critic")
         return self._critic
@@ -327,6 +365,7 @@ class TrainerRank:
         Raises:
             CheckpointError: it cannot be written; on every rank.
         """
+        self._require_whole()
         run_save_checkpoint(self._policy, self._critic, self._frozen.get("reference", {}), Path(directory))
 
     def load_checkpoint(self, directory: str | Path) -> None:
@@ -338,6 +377,7 @@ class TrainerRank:
             CheckpointError: it is missing, broken, of another model, or only one of checkpoint and recipe has a critic;
                 on every rank.
         """
+        self._require_whole()
         if self._trainer.needs_reference and "reference" not in self._frozen:
             self._keep("reference")
         run_load_checkpoint(self._policy, self._critic, self._frozen.get("reference", {}), Path(directory))

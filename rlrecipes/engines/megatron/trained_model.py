@@ -20,7 +20,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from rlrecipes.config.schema import OptimConfig
 from rlrecipes.engines.megatron.configuration import build_ddp_config, build_optimizer_config
 from rlrecipes.engines.megatron.forward import Inputs, LossSums, Output, build_inputs
-from rlrecipes.engines.megatron.optimizer import build_optimizer, build_scheduler, run_reload_weights
+from rlrecipes.engines.megatron.offload import OffloadedStorages, find_storages
+from rlrecipes.engines.megatron.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    iter_state_tensors,
+    run_reload_weights,
+)
 from rlrecipes.engines.megatron.reduction import reduce_metrics
 from rlrecipes.engines.megatron.weights import HfReader, WeightMap
 from rlrecipes.errors import TrainerError
@@ -73,6 +79,50 @@ class TrainedModel:
         self.optimizer = build_optimizer(optimizer_config, self.ddp, where=where, section=section)
         self._scheduler = build_scheduler(optim, num_train_steps_total, self.optimizer)
         self._schedule = get_forward_backward_func()
+        self._offloaded: dict[str, OffloadedStorages] = {}
+
+    # ---- memory
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything is on the device; nothing can be computed otherwise."""
+        return not any(part.is_offloaded for part in self._offloaded.values())
+
+    def offload_state(self) -> None:
+        """Free the gradients, and move the optimizer's state to the host; weights stay, and can be read.
+
+        Gradients come back as zeros: a train step begins by filling them so.
+        """
+        if self.is_whole:
+            self.optimizer.zero_grad()  # drops the copies in float32 that the last step made
+            self._find_storages()
+        for name in ("gradients", "optimizer"):
+            self._offloaded[name].offload()
+
+    def offload_weights(self) -> None:
+        """Move the weights to the host too, once :meth:`offload_state` has been called."""
+        self._offloaded["weights"].offload()
+
+    def reload(self) -> None:
+        """Bring back all that was moved, bit for bit."""
+        for part in self._offloaded.values():
+            part.reload()
+
+    def _find_storages(self) -> None:
+        """What is there now: the first step creates state, and a checkpoint replaces it."""
+        device = self._trainer.device
+        weights = find_storages((parameter for _, parameter in self.named_parameters()), device)
+        buffers = [buffer for chunk in self.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        gradients = find_storages((buffer.grad_data for buffer in buffers), device)
+        # Where weights are float32, what the optimizer steps lies in their own memory.
+        stepped = find_storages(iter_state_tensors(self.optimizer), device)
+        optimizer = {key: storage for key, storage in stepped.items() if key not in weights}
+        for name, found in (("weights", weights), ("gradients", gradients), ("optimizer", optimizer)):
+            known = self._offloaded.get(name)
+            if known is None or known.keys != found.keys():
+                if known is not None:
+                    known.forget()
+                self._offloaded[name] = OffloadedStorages(found, should_keep=name != "gradients")
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Every parameter of this rank; its name starts with the number of its chunk."""
