@@ -92,7 +92,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
         """
         logits, highest, mass, entropy, *cut = ctx.saved_tensors
         shard = ctx.shard
-        if logits.is_cuda and shard.width and not cut:
+        if has_kernels(logits) and shard.width and not cut:
             from rlrecipes.engines.megatron.vocabulary_kernels import compute_logits_gradient
 
             targets, given = torch.where(shard.is_local, shard.targets, -1), (grads[0], grads[1])
@@ -117,10 +117,15 @@ class _VocabularyLogprobs(torch.autograd.Function):
         return out, None
 
 
+def has_kernels(logits: Tensor) -> bool:
+    """Whether vocabulary_kernels.py computes what nothing is cut from."""
+    return logits.is_cuda
+
+
 def _compute_local_sums(logits: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
     """Highest z = logits / temperature, [T]; sums of e^y, y e^y, and y of the target, [3, T], with y = z - highest."""
     num_tokens, width = logits.shape
-    if logits.is_cuda and width:
+    if has_kernels(logits) and width:
         from rlrecipes.engines.megatron.vocabulary_kernels import compute_row_sums
 
         highest, sums = compute_row_sums(logits, shard.targets, width=width, scale=shard.scale)
