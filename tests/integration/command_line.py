@@ -14,6 +14,9 @@ from pathlib import Path
 
 import psutil
 
+from tests.integration.warm_commands import WarmCommands, WarmProcess
+
+Command = subprocess.Popen[str] | WarmProcess
 SMALL = [
     "schedule.prompts_per_step=4",
     "schedule.save_interval=2",
@@ -51,28 +54,32 @@ _OF_THE_CLOCK = ("_s", "tokens_per_s_per_gpu", "mfu_fraction", "kv_cache_use_fra
 
 @dataclass
 class CommandLine:
-    """A working directory and the commands run in it."""
+    """A working directory and the commands run in it: cold ones, as a user's, or warm ones, which begin at once."""
 
     cwd: Path
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    warm: WarmCommands | None = None
+    processes: list[Command] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.cwd.mkdir(parents=True, exist_ok=True)
         (self.cwd / "letters.py").write_text(_REWARD)
         shutil.copy(Path(__file__).with_name("fate.py"), self.cwd / "sitecustomize.py")
 
-    def start(self, *arguments: str, fate: str = "") -> subprocess.Popen[str]:
+    def start(self, *arguments: str, fate: str = "") -> Command:
         """Start `rlrecipes` in its own process group, as a shell would; ``fate`` is explained in fate.py."""
         env = os.environ | {"PYTHONPATH": str(self.cwd), "OMP_NUM_THREADS": "1", "FATE": fate}
-        process = subprocess.Popen(
-            [str(Path(sys.executable).parent / "rlrecipes"), *arguments],
-            cwd=self.cwd,
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
+        if self.warm is not None:
+            process: Command = self.warm.start(self.cwd, arguments, env)
+        else:
+            process = subprocess.Popen(
+                [str(Path(sys.executable).parent / "rlrecipes"), *arguments],
+                cwd=self.cwd,
+                env=env,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
         self.processes.append(process)
         return process
 
@@ -94,7 +101,7 @@ class CommandLine:
             for step, metrics in merged.items()
         }
 
-    def wait_for_step(self, name: str, step: int, process: subprocess.Popen[str], timeout_s: float = 200) -> None:
+    def wait_for_step(self, name: str, step: int, process: Command, timeout_s: float = 200) -> None:
         """Wait until a run has logged a step."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

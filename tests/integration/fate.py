@@ -55,4 +55,8 @@ class Fate(importlib.abc.MetaPathFinder):
 if os.environ.get("FATE"):
     # The driver is the first to come by; what it starts inherits its number.
     driver = os.environ.setdefault("FATE_DRIVER", str(os.getpid()))
-    sys.meta_path.insert(0, Fate(*os.environ["FATE"].split(":"), driver))
+    fate = Fate(*os.environ["FATE"].split(":"), driver)
+    if fate.module in sys.modules:  # of a warm command
+        fate.wrap(sys.modules[fate.module])
+    else:
+        sys.meta_path.insert(0, fate)

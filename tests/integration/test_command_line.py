@@ -17,7 +17,6 @@ from rlrecipes.config.schema import RunConfig
 from rlrecipes.plan.nodes import load_plan
 from tests.contract.tiny_model import build_model
 from tests.integration.command_line import CommandLine
-from tests.integration.warm_commands import WarmCommands
 
 SFT = "recipe=quickstart_sft"
 BIN = Path(sys.executable).parent
@@ -28,13 +27,6 @@ def shell(tmp_path):
     shell = CommandLine(tmp_path / "work")
     yield shell
     shell.close()
-
-
-@pytest.fixture(scope="module")
-def warm():
-    commands = WarmCommands()
-    yield commands
-    commands.close()
 
 
 def files_of(directory: Path) -> set[str]:

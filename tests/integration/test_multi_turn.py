@@ -43,8 +43,8 @@ def is_short(rollout):
 
 
 @pytest.fixture(scope="module")
-def turns(tmp_path_factory):
-    shell = CommandLine(tmp_path_factory.mktemp("turns"))
+def turns(tmp_path_factory, warm):
+    shell = CommandLine(tmp_path_factory.mktemp("turns"), warm)
     (shell.cwd / "lengths.py").write_text(_REWARD)
     shell.run("train", "recipe=quickstart_sft", "schedule.num_steps=1", *COMMON, *TINY)
     shell.run("train", *TURNS, "schedule.num_steps=4", *COMMON)

@@ -38,10 +38,10 @@ def write_model(path: Path) -> None:
     (path / "generation_config.json").write_text(json.dumps(elsewise))
 
 
-def test_one_step_with_the_real_sglang(tmp_path, monkeypatch):
+def test_one_step_with_the_real_sglang(tmp_path, monkeypatch, warm):
     """Trainer and engine agree at the recipe's temperature, top_p and top_k: the model's directory decides nothing."""
     monkeypatch.setenv("RLRECIPES_SGLANG_PYTHON", find_python())
-    shell = CommandLine(tmp_path)
+    shell = CommandLine(tmp_path, warm)
     write_model(tmp_path / "model")
     try:
         small = [word for word in SMALL if not word.startswith(("deterministic=", "model."))]
@@ -59,10 +59,10 @@ def test_one_step_with_the_real_sglang(tmp_path, monkeypatch):
         shell.close()
 
 
-def test_a_reference_served_by_the_real_sglang(tmp_path, monkeypatch):
+def test_a_reference_served_by_the_real_sglang(tmp_path, monkeypatch, warm):
     """Serving the very weights that the policy starts from, it agrees with the trainer on every token."""
     monkeypatch.setenv("RLRECIPES_SGLANG_PYTHON", find_python())
-    shell = CommandLine(tmp_path)
+    shell = CommandLine(tmp_path, warm)
     write_model(tmp_path / "model")
     try:
         left_out = ("deterministic=", "model.", "schedule.num_train_steps")

@@ -46,8 +46,8 @@ PPO = [
 
 
 @pytest.fixture(scope="module")
-def stages(tmp_path_factory):
-    shell = CommandLine(tmp_path_factory.mktemp("stages"))
+def stages(tmp_path_factory, warm):
+    shell = CommandLine(tmp_path_factory.mktemp("stages"), warm)
     shell.run("train", "recipe=quickstart_sft", "schedule.num_steps=3", *SMALL, *TINY)
     kl = ["algo.kl.placement=reward", "algo.kl.coef=0.01", "algo.kl.estimator=k1"]
     shell.run("train", "recipe=quickstart", "schedule.num_steps=2", *kl, *SMALL)
@@ -95,9 +95,9 @@ def test_the_closing_words_tell_what_was_learned(stages):
     assert (stages.cwd / "runs" / "quickstart.png").exists()
 
 
-def test_sft_ends_the_step_that_a_signal_meets_and_goes_on_after_it(stages, tmp_path):
+def test_sft_ends_the_step_that_a_signal_meets_and_goes_on_after_it(stages, tmp_path, warm):
     """The last step is taken again from the checkpoint before it, on the same samples."""
-    shell = CommandLine(tmp_path)
+    shell = CommandLine(tmp_path, warm)
     command = ["train", "recipe=quickstart_sft", "schedule.num_steps=3", "tracking=local", *SMALL, *TINY]
     try:
         shutil.copytree(stages.cwd / "runs", shell.cwd / "runs")
@@ -115,8 +115,8 @@ def test_sft_ends_the_step_that_a_signal_meets_and_goes_on_after_it(stages, tmp_
         shell.close()
 
 
-def test_a_sweep_trains_each_of_its_runs(stages, tmp_path):
-    shell = CommandLine(tmp_path)
+def test_a_sweep_trains_each_of_its_runs(stages, tmp_path, warm):
+    shell = CommandLine(tmp_path, warm)
     try:
         shutil.copytree(stages.cwd / "runs" / "quickstart_sft", shell.cwd / "runs" / "quickstart_sft")
         recipe = ["recipe=quickstart", "schedule.num_steps=1", "tracking=local", "schedule.should_export_hf=false"]
