@@ -86,6 +86,7 @@ VARIANTS = {
     "te-expandable-segments": Variant(env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
     "te-float32-gradients": Variant({"grad_reduce_in_fp32": True}),
     "te-op-fuser": Variant({"use_transformer_engine_op_fuser": True}),
+    "te-activation": Variant({"use_te_activation_func": True, "bias_activation_fusion": False}),
     "te-no-rope-fusion": Variant({"apply_rope_fusion": False}),
     "te-no-swiglu-fusion": Variant(UNFUSED),
     "local-no-swiglu-fusion": Variant({**LOCAL, **UNFUSED}),

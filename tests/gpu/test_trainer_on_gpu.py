@@ -21,10 +21,11 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
-RECOMPUTING: dict[str, dict[str, Any]] = {
+FIELDS: dict[str, dict[str, Any]] = {
     "nothing again": {},
     "attention again": {"recompute_granularity": "selective"},
     "layers again": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "deterministic": {"is_deterministic": True},
 }
 BOUNDS = {"float32": 1e-5, "bfloat16": 1e-2}
 """Relative, of loss and gradient norm of the first step."""
@@ -138,6 +139,8 @@ def run_alone(tasks: list[list[Any]]) -> list[Any]:
     """Tasks in a process of their own, since a rank sets up its process for one device."""
     # Transformer Engine multiplies float32 in TF32, whatever torch is told; only the driver's own switch stops that.
     environment = os.environ | {"NVIDIA_TF32_OVERRIDE": "0"}
+    if tasks[0][0] == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, __file__, json.dumps(tasks)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -169,22 +172,22 @@ def on_gpu(
     implementation = request.param
     if implementation == "transformer_engine" and not HAS_TRANSFORMER_ENGINE:
         pytest.skip("needs Transformer Engine")
-    cases = [(dtype, name) for dtype in BOUNDS for name in RECOMPUTING]
-    tasks = [["cuda", dtype, implementation, RECOMPUTING[name], str(hf_model)] for dtype, name in cases]
+    cases = [(dtype, name) for name in FIELDS for dtype in BOUNDS]  # what is deterministic stays so: it comes last
+    tasks = [["cuda", dtype, implementation, FIELDS[name], str(hf_model)] for dtype, name in cases]
     return implementation, dict(zip(cases, run_alone(tasks), strict=True))
 
 
-@pytest.mark.parametrize("recomputing", RECOMPUTING)
+@pytest.mark.parametrize("fields", FIELDS)
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_loss_gradient_and_logprobs_are_those_of_the_cpu(
-    on_gpu: tuple[str, dict[tuple[str, str], Any]], reference: dict[str, Any], dtype: str, recomputing: str
+    on_gpu: tuple[str, dict[tuple[str, str], Any]], reference: dict[str, Any], dtype: str, fields: str
 ) -> None:
     implementation, answers = on_gpu
-    found, bound = answers[dtype, recomputing], BOUNDS[dtype]
+    found, bound = answers[dtype, fields], BOUNDS[dtype]
     assert isinstance(found, dict), found
     pairs = zip(found["logprobs"], reference["logprobs"], strict=True)
     difference = np.concatenate([np.abs(np.subtract(left, right)) for left, right in pairs])
-    where = f"{implementation}, {dtype}, {recomputing}"
+    where = f"{implementation}, {dtype}, {fields}"
     print(f"{where}: attention by {', '.join(found['attention'])}")
     print(f"{where}: |logprob - CPU fp32| mean {difference.mean():.2e}, largest {difference.max():.2e}")
     for name in ("loss", "grad_norm"):
@@ -197,9 +200,9 @@ def test_loss_gradient_and_logprobs_are_those_of_the_cpu(
     assert difference.mean() < 2 * bound
 
 
-@pytest.mark.parametrize("recomputing", RECOMPUTING)
-def test_no_micro_batch_waits_for_the_one_before(on_gpu: tuple[str, Any], recomputing: str) -> None:
-    found = on_gpu[1]["bfloat16", recomputing]
+@pytest.mark.parametrize("fields", [name for name in FIELDS if name != "deterministic"])
+def test_no_micro_batch_waits_for_the_one_before(on_gpu: tuple[str, Any], fields: str) -> None:
+    found = on_gpu[1]["bfloat16", fields]
     assert isinstance(found, dict), found
     one, three = found["waits"]
     assert one, "the loss of a step is read, and that waits"

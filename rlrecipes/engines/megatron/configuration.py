@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from rlrecipes.plan.nodes import ModelNode, TrainerNode
 from rlrecipes.suggest import did_you_mean
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+"""What torch and Transformer Engine ask for, each refusing to be deterministic without; read when first used."""
 _KINDS = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 
 
@@ -215,6 +218,8 @@ def build_transformer_config(model: ModelNode, trainer: TrainerNode) -> Transfor
     _check_implementation(trainer)
     if not uses_transformer_engine(trainer):
         use_packed_rope()
+    if trainer.is_deterministic and trainer.device == "cuda":
+        os.environ |= _DETERMINISTIC_ENV
     taken = _architecture_fields(model) | _expert_fields(model.shapes) | _parallel_fields(trainer)
     return _build(TransformerConfig, trainer, taken, _default_fields(trainer))
 

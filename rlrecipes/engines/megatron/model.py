@@ -37,7 +37,12 @@ def build_model(model: ModelNode, trainer: TrainerNode, config: TransformerConfi
 def _build_chunk(model: ModelNode, trainer: TrainerNode, config: TransformerConfig, stage: int | None) -> GPTModel:
     shapes = model.shapes
     if uses_transformer_engine(trainer):
-        spec = get_gpt_layer_with_transformer_engine_spec(shapes.num_moe_experts, qk_layernorm=shapes.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            shapes.num_moe_experts,
+            qk_layernorm=shapes.qk_layernorm,
+            use_te_op_fuser=config.use_transformer_engine_op_fuser,
+            use_te_activation_func=config.use_te_activation_func,
+        )
     else:
         spec = get_gpt_layer_local_spec(
             shapes.num_moe_experts, qk_layernorm=shapes.qk_layernorm, normalization="RMSNorm"
