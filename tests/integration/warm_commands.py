@@ -29,6 +29,8 @@ IMPORTS = (
     "sqlalchemy.dialects.sqlite",
     "matplotlib.pyplot",
 )
+_NO_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""A fork has only the thread that forks."""
 _START_TIMEOUT_S = 120
 _POLL_S = 0.01
 
@@ -79,8 +81,9 @@ class WarmCommands:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._num_started = 0
-        env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        self._process = subprocess.Popen([sys.executable, __file__], env=env, text=True, stdin=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], env=os.environ | _NO_THREADS, text=True, stdin=subprocess.PIPE
+        )
 
     def start(self, cwd: Path, arguments: Sequence[str], env: Mapping[str, str]) -> WarmProcess:
         """Start one, in this environment."""
@@ -126,7 +129,7 @@ def _serve() -> None:
         warnings.simplefilter("ignore")
         for name in IMPORTS:
             importlib.import_module(name)
-    assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread, which no fork would have"
+    assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         if os.fork() == 0:
