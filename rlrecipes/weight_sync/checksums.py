@@ -1,13 +1,13 @@
 """Trainer's tensors hashed as an engine hashes its own, and the comparison of the two.
 
-SGLang keeps query, key and value (and gate and up) as one tensor each, pads the vocabulary with rows of zeros, and
-hashes a CPU tensor as the first 8 bytes of the SHA-256 of its memory. Parts of a fused tensor must arrive in order,
-which the weight map guarantees.
+SGLang keeps query, key and value (and gate and up) as one tensor each, and pads the vocabulary with rows of zeros.
+Parts of a fused tensor must arrive in order, which the weight map guarantees. An engine lies on the kind of device that
+the trainer lies on, so a tensor's own tells how it hashes. Engines with several ranks hash shards: they cannot be held
+against this.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 
@@ -15,6 +15,7 @@ import torch
 
 from rlrecipes.errors import WeightSyncError
 from rlrecipes.weight_sync.protocols import NamedTensors
+from rlrecipes.weight_sync.tensor_hashes import TensorHasher, build_hasher
 
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
@@ -42,21 +43,22 @@ class ChecksumTee:
 
     def __init__(self, named_tensors: NamedTensors) -> None:
         self._named_tensors = named_tensors
-        self._hashers: dict[str, hashlib._Hash] = {}
+        self._hashers: dict[str, TensorHasher] = {}
 
     def __iter__(self) -> NamedTensors:
         for name, tensor in self._named_tensors:
-            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            hasher = self._hashers.setdefault(to_engine_name(name), hashlib.sha256())
-            hasher.update(memoryview(flat.numpy()))
+            flat, engine_name = tensor.detach().contiguous().reshape(-1).view(torch.uint8), to_engine_name(name)
+            if engine_name not in self._hashers:
+                self._hashers[engine_name] = build_hasher(tensor.device.type)
+            self._hashers[engine_name].update(flat)
             if name.endswith(_OF_VOCABULARY):
                 num_padded = -tensor.shape[0] % _VOCABULARY_MULTIPLE
-                hasher.update(bytes(num_padded * tensor[0].numel() * tensor.element_size()))
+                self._hashers[engine_name].update(flat.new_zeros(num_padded * len(flat) // len(tensor)))
             yield name, tensor
 
     def checksums(self) -> dict[str, str]:
         """Engine name -> 16 hex digits, of what has passed."""
-        return {name: hasher.hexdigest()[:16] for name, hasher in self._hashers.items()}
+        return {name: hasher.hexdigest() for name, hasher in self._hashers.items()}
 
 
 def compare_checksums(trainer: Mapping[str, str], engine: Mapping[str, str], url: str) -> None:

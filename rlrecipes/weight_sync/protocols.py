@@ -11,6 +11,19 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 """Whole tensors under their HF names."""
 
 
+class Handover(Protocol):
+    """What becomes of memory that trainer and engines share while weights travel."""
+
+    def is_asleep(self, receiver: WeightReceiver) -> bool:
+        """Whether an engine is paused already, and has given its memory back."""
+
+    async def before_weights(self) -> None:
+        """Engines that sleep get memory for their weights; nothing is in it."""
+
+    async def after_weights(self) -> None:
+        """They get the rest, and are ready to continue."""
+
+
 class WeightReceiver(Protocol):
     """One engine, as SGLang's HTTP API sees it. Every call raises WeightSyncError or EngineError on failure."""
 
@@ -33,8 +46,8 @@ class WeightReceiver(Protocol):
     async def end_weight_update(self) -> None:
         """Close it, where the server's API has it."""
 
-    async def update_weights_from_tensor(self, payloads: Sequence[str]) -> None:
-        """Take tensors from shared memory: one serialized list of (name, tensor) a tensor-parallel rank."""
+    async def update_weights_from_tensor(self, payloads: Sequence[str], *, load_format: str | None = None) -> None:
+        """Take tensors from shared memory, one payload a rank: a list of (name, tensor), or a flattened bucket."""
 
     async def update_weights_from_disk(self, path: str) -> None:
         """Read an HF directory."""

@@ -6,12 +6,9 @@ A source is the trainer rank that owns one pipeline stage's whole tensors (TP ra
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.reduction import ForkingPickler
 from typing import Protocol
 
 import torch
@@ -21,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rlrecipes.errors import WeightSyncError
 from rlrecipes.weight_sync.buckets import Bucket
+from rlrecipes.weight_sync.handles import to_payload
 from rlrecipes.weight_sync.protocols import WeightReceiver
 
 
@@ -51,7 +49,7 @@ class Transport(Protocol):
 
 
 class TensorTransport:
-    """Shared memory of one host, by name.
+    """Shared memory of one host, by name: for engines on a CPU.
 
     Args:
         destinations: every engine.
@@ -69,7 +67,9 @@ class TensorTransport:
         shared = [(name, _to_shared(tensor)) for name, tensor in bucket.tensors]
         await asyncio.gather(
             *(
-                destination.receiver.update_weights_from_tensor([_pickle(shared) for _ in range(destination.num_ranks)])
+                destination.receiver.update_weights_from_tensor(
+                    [to_payload(shared) for _ in range(destination.num_ranks)]
+                )
                 for destination in self._destinations
             )
         )
@@ -81,12 +81,6 @@ class TensorTransport:
 def _to_shared(tensor: torch.Tensor) -> torch.Tensor:
     shared: torch.Tensor = tensor.cpu().clone().share_memory_()  # type: ignore[no-untyped-call]
     return shared
-
-
-def _pickle(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
-    stream = io.BytesIO()
-    ForkingPickler(stream).dump(list(named_tensors))
-    return base64.b64encode(stream.getvalue()).decode()
 
 
 class DistributedTransport:

@@ -22,6 +22,7 @@ from rlrecipes.engines.sglang.client import EngineClient
 from rlrecipes.engines.sglang.process import find_free_port
 from rlrecipes.errors import EngineError, WeightSyncError
 from rlrecipes.weight_sync.buckets import to_buckets
+from rlrecipes.weight_sync.handles import HandleTransport, SharingEngine
 from rlrecipes.weight_sync.session import run_sync
 from rlrecipes.weight_sync.transports import Destination, DistributedTransport, TensorTransport
 
@@ -256,7 +257,7 @@ def test_weights_from_a_flattened_bucket(
     assert_serves(restored, reference, weights, "2")
 
 
-@pytest.mark.parametrize("transport", ["tensor", "distributed"])
+@pytest.mark.parametrize("transport", ["tensor", "distributed", "handles"])
 def test_weights_by_our_transports_in_the_order_of_a_sync(
     restored: Server, client: EngineClient, reference: Reference, transport: str
 ) -> None:
@@ -275,7 +276,10 @@ def test_weights_by_our_transports_in_the_order_of_a_sync(
                 backend="gloo",
                 timeout_s=30,
             )
-        await road.connect()
+        if transport == "handles":
+            road = HandleTransport([SharingEngine(client, (0,))], device="cpu")
+        else:
+            await road.connect()
         await client.pause("abort")
         await client.flush_cache()
         await client.begin_weight_update()
@@ -285,7 +289,8 @@ def test_weights_by_our_transports_in_the_order_of_a_sync(
         await client.update_weight_version(3)
         assert await client.weights_checksum() == compute_checksums(weights)
         await client.continue_generation()
-        await road.close()
+        if transport != "handles":
+            await road.close()
 
     asyncio.run(sync())
     assert_serves(restored, reference, weights, "3")
@@ -429,6 +434,39 @@ def test_memory_is_released_and_resumed(
     restored.ok("/flush_cache?timeout=10", {})
     assert restored.raw("/release_memory_occupation", {}) == (200, b"null")
     assert restored.raw("/resume_memory_occupation", {}) == (200, b"null")
+
+
+def test_an_engine_that_sleeps_keeps_requests_waiting_and_wakes_with_new_weights(
+    restored: Server, client: EngineClient, reference: Reference
+) -> None:
+    """The cycle of a colocated run: memory goes while it is paused, and comes in two parts around the weights."""
+    weights = build_weights(reference, seed=8)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    restored.generate(reference.prompt)
+
+    async def sleep() -> None:
+        await client.pause("abort")
+        await client.release_memory(["weights", "kv_cache"])
+
+    async def wake() -> None:
+        await client.resume_memory(["weights"])
+        await client.begin_weight_update()
+        for bucket in to_buckets(iter(weights.items()), 20_000):
+            await HandleTransport([SharingEngine(client, (0,))], device="cpu").send(bucket)
+        await client.end_weight_update()
+        await client.update_weight_version(8)
+        assert await client.weights_checksum() == compute_checksums(weights)
+        await client.resume_memory(["kv_cache"])
+        await client.continue_generation()
+
+    for _ in range(2):
+        asyncio.run(sleep())
+        early = restored.start(restored.generate, reference.prompt)
+        time.sleep(0.3)
+        assert not early.done()
+        asyncio.run(wake())
+        assert early.result(30)["meta_info"]["weight_version"] == "8"
+        assert_serves(restored, reference, weights, "8")
 
 
 def test_state_is_told(server: Server, client: EngineClient, reference: Reference) -> None:

@@ -68,6 +68,7 @@ _ALLOWED = {
         "rebuild_typed_storage_child",
     },
     "collections": {"OrderedDict"},
+    "types": {"SimpleNamespace"},
 }
 
 

@@ -59,6 +59,12 @@ def test_checksums_speak_of_the_engines_fused_tensors():
     }
 
 
+def test_what_was_hashed_can_still_be_given_away():
+    weight = torch.ones(4)
+    list(ChecksumTee(iter([("a", weight)])))
+    weight.untyped_storage().resize_(0)  # refuses, once numpy has seen it
+
+
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
@@ -155,3 +161,51 @@ def test_an_engine_with_other_weights_never_continues():
 def test_a_sync_that_hangs_ends_in_time():
     with pytest.raises(WeightSyncError, match="did not reach"):
         sync([RecordingEngine(hangs_at="pause")], timeout_s=0.2)
+
+
+class SleepingEngines:
+    """Notes in one list what becomes of memory and what each engine is told; the named ones sleep."""
+
+    def __init__(self, asleep):
+        self.told, self.asleep = [], asleep
+
+    def is_asleep(self, receiver):
+        return receiver in self.asleep
+
+    async def before_weights(self):
+        self.told.append("before")
+
+    async def after_weights(self):
+        self.told.append("after")
+
+
+def test_engines_that_sleep_are_paused_already_and_get_memory_around_their_weights():
+    asleep, awake = RecordingEngine({"a": "1"}), RecordingEngine({"a": "1"})
+    handover = SleepingEngines([asleep])
+    awake.calls = asleep.calls = handover.told
+
+    async def send():
+        handover.told.append("send")
+        return {"a": "1"}
+
+    sync([asleep, awake], send, handover=handover)
+    assert handover.told == [
+        "pause",  # of the one that is awake
+        "flush_cache",
+        "before",
+        *2 * ["begin_weight_update"],
+        "send",
+        *2 * ["end_weight_update"],
+        *2 * ["update_weight_version"],
+        *2 * ["weights_checksum"],
+        "after",
+        *2 * ["continue_generation"],
+    ]
+
+
+def test_engines_get_no_more_memory_after_a_sync_that_failed():
+    engine = RecordingEngine(fails_at="end_weight_update")
+    handover = SleepingEngines([engine])
+    with pytest.raises(WeightSyncError):
+        sync([engine], handover=handover)
+    assert handover.told == ["before"]

@@ -1,0 +1,65 @@
+"""SGLang's two hashes, against what its own code says of the same bytes, however they are cut."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from rlrecipes.weight_sync import tensor_hashes
+from rlrecipes.weight_sync.tensor_hashes import Sha256Hasher, TileHasher, build_hasher
+
+OF_A_GPU = {
+    1: "3d93a6540b54ef2a",
+    3: "1d9f0dfb19964121",
+    4: "70ac04b21c46fd41",
+    100: "6b6b33f6f6196dba",
+    32768: "d13c37d75d6938a3",
+    32774: "52b2754ee7702be2",
+    200_001: "94fd3a19385a6889",
+}
+"""Number of bytes -> hash, by the kernel of SGLang 0.5.17 (gpu_tensor_hash) in Triton's interpreter."""
+
+
+def build_bytes(size):
+    return (torch.arange(size) * 2654435761 % 251).to(torch.uint8)
+
+
+def hash_parts(hasher, parts):
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
+
+
+@pytest.mark.parametrize("chunk_words", [8192, 512 * 8192])
+@pytest.mark.parametrize("size", OF_A_GPU)
+def test_the_hash_of_a_gpu_is_the_kernels(size, chunk_words, monkeypatch):
+    monkeypatch.setattr(tensor_hashes, "_CHUNK_WORDS", chunk_words)
+    content = build_bytes(size)
+    assert hash_parts(TileHasher(), [content]) == OF_A_GPU[size]
+    for cuts in ([1], [2, 5, 64], [32766], [40_000, 100_001]):
+        parts = torch.tensor_split(content, [cut for cut in cuts if cut < size])
+        assert hash_parts(TileHasher(), parts) == OF_A_GPU[size]
+
+
+def test_zeros_count():
+    assert hash_parts(TileHasher(), [torch.zeros(5000, dtype=torch.uint8)]) == "9bd287b9a38a3833"
+    assert hash_parts(TileHasher(), [torch.zeros(4996, dtype=torch.uint8)]) != "9bd287b9a38a3833"
+
+
+def test_a_tensor_that_begins_between_two_words():
+    buffer = torch.arange(101, dtype=torch.bfloat16)
+    whole = buffer[1:].clone().view(torch.uint8)
+    assert hash_parts(TileHasher(), [buffer[1:].view(torch.uint8)]) == hash_parts(TileHasher(), [whole])
+
+
+def test_the_hash_of_a_cpu_is_sha256():
+    content = build_bytes(1000)
+    expected = hashlib.sha256(bytes(content.tolist())).hexdigest()[:16]
+    assert hash_parts(Sha256Hasher(), torch.tensor_split(content, [3, 500])) == expected
+
+
+def test_a_device_chooses():
+    assert isinstance(build_hasher("cuda"), TileHasher)
+    assert isinstance(build_hasher("cpu"), Sha256Hasher)
