@@ -1,6 +1,6 @@
 """Train steps of a 1B-shaped dense model on one GPU, variant by variant: seconds, tokens/s, MFU, memory, and a profile.
 
-    python benchmarks/gpu/trainer_mfu.py [--variants te local ...] [--budget-s 540] [--out DIR]
+    python benchmarks/gpu/trainer_mfu.py [--variants te-4-micro-batches local ...] [--budget-s 540] [--out DIR]
     python benchmarks/gpu/trainer_mfu.py --device cpu --steps 2    # the plumbing, with a tiny model
 
 Shapes of Llama-3.2-1B, random weights, 8192 packed tokens a micro-batch of seven samples (512 to 2048 tokens, an eighth
@@ -74,7 +74,7 @@ class Variant:
 LOCAL = {"transformer_impl": "local"}
 UNFUSED = dict.fromkeys(("bias_activation_fusion", "bias_dropout_fusion"), False)
 VARIANTS = {
-    "te": Variant(),
+    "te-4-micro-batches": Variant(),
     "local": Variant(LOCAL),
     "te-logprobs-in-torch": Variant(has_kernels=False),
     "te-1-micro-batch": Variant(num_micro_batches=1),
