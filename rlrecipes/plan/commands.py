@@ -57,11 +57,24 @@ def to_engine_command(
         native["enable_deterministic_inference"] = True
     if group.engine == "sglang" and config.topology.device == "cpu":
         native |= _SGLANG_CPU
-    if config.topology.should_offload_engines and group.placement == "colocated":
+    if _gives_memory_back(group, config) and config.topology.device == "cuda":
         native["enable_memory_saver"] = True
+        if not _is_updated(group, config):  # no weight sync brings back what it released
+            native["enable_weights_cpu_backup"] = True
     if num_nodes > 1:
         native |= {"nnodes": num_nodes, "node_rank": node_rank, "dist_init_addr": "{dist_init_addr}"}
     return (*words, *to_flags(native | options))
+
+
+def _gives_memory_back(group: ServerGroupConfig, config: RunConfig) -> bool:
+    """Whether engines of the group take turns with the trainer; one that encodes has no such endpoint."""
+    is_server = group.engine == "sglang" and group.worker_type != "encoder"
+    return is_server and group.placement == "colocated" and config.topology.should_offload_engines
+
+
+def _is_updated(group: ServerGroupConfig, config: RunConfig) -> bool:
+    models = config.topology.served_models.values()
+    return any(model.is_updated for model in models if any(own is group for own in model.server_groups.values()))
 
 
 def _layout_options(group: ServerGroupConfig) -> NativeOptions:
@@ -103,6 +116,9 @@ def to_engine_env(group: ServerGroupConfig, config: RunConfig, gpus: Sequence[in
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": "{standins}"}
     else:
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    if _gives_memory_back(group, config):
+        # Otherwise the router's health checks make a token each, out of memory that is not there.
+        env |= {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     return env | group.env
 
 

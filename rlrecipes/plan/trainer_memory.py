@@ -112,19 +112,22 @@ def _compute_stage(
     train, forward = _compute_activation_numbers(inputs, constants, stage, chunks)
     scale = inputs.dtype_bytes * (1 + constants.activation_overhead_fraction)
     shown = {"frozen_weights": float(counts.total * inputs.dtype_bytes)} if frozen else {}
+    is_offloaded = _is_offloaded(inputs)
+    left: Parts = {"offloaded": constants.offloaded_trainer_bytes}
+    sending = left | {"weights": state["weights"]} if is_offloaded else held
     fixed: dict[Phase, Parts] = {
         "init": held,
-        "rollout": {"offloaded": constants.offloaded_trainer_bytes} if _is_offloaded(inputs) else held,
+        "rollout": left if is_offloaded else held,
         "logprobs": held | shown | chunk,
         "train": held | chunk,
-        "weight_sync": held | {"weight_sync": 2.0 * largest},
+        "weight_sync": sending | {"weight_sync": 2.0 * largest},
     }
     per_token: dict[Phase, Parts] = {
         "logprobs": {"activations": forward * scale, "logits": logits},
         "train": {"activations": train * scale, "logits": 2 * logits},  # and their gradient
     }
-    if _is_offloaded(inputs):
-        host_bytes += sum(state.values())
+    if is_offloaded:
+        host_bytes += sum(state.values()) - _compute_gradients(inputs, counts, is_last=is_last)  # these are not kept
     return StageMemory(stage, fixed, per_token, host_bytes + frozen)
 
 
@@ -146,6 +149,13 @@ def _compute_state(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> 
         parts["critic"] = critic.total * (dtype_bytes + gradient) + (0.0 if is_on_host else optimizer)
         host += optimizer if is_on_host else 0.0
     return parts, host
+
+
+def _compute_gradients(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> float:
+    """Of policy and critic."""
+    has_critic = isinstance(inputs.algo, RlConfig) and inputs.algo.critic is not None
+    total = counts.total + (_count_critic(inputs, counts, is_last=is_last).total if has_critic else 0)
+    return float(total * compute_gradient_bytes(inputs.parallel, inputs.dtype_bytes))
 
 
 def _count_critic(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> RankCounts:

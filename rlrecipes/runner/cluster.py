@@ -152,6 +152,8 @@ def _init_ray(plan: Plan) -> None:
     }
     if plan.trainer.device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    elif plan.weight_sync.transport == "distributed":
+        environment["NCCL_CUMEM_ENABLE"] = "0"  # SGLang sets it in its processes; members of one group have to agree
     os.environ.update(environment)  # worker processes inherit it, and read it before they import torch
     _start_reaper()
     # Processes inherit the mask: a SIGTERM or SIGINT sent to the whole group must leave Ray alive for the checkpoint.

@@ -20,8 +20,10 @@ from rlrecipes.runner.build import Inputs
 from rlrecipes.runner.checkpoint import CheckpointStore, RunState
 from rlrecipes.runner.cluster import TrainerGroup
 from rlrecipes.runner.faults import StopRequest
+from rlrecipes.runner.rank import is_sent_by_all
 from rlrecipes.runner.servers import Serving
 from rlrecipes.runner.training import Learner
+from rlrecipes.runner.turns import GpuTurns
 from rlrecipes.tracking.environment import measure_system
 from rlrecipes.tracking.progress import Progress
 from rlrecipes.tracking.tracker import Tracker
@@ -41,6 +43,7 @@ class Parts:
     plan: Plan
     inputs: Inputs
     trainers: TrainerGroup
+    turns: GpuTurns
     learner: Learner
     store: CheckpointStore
     tracker: Tracker
@@ -88,6 +91,7 @@ class Loop:
         """
         try:
             await self._run_steps()
+            await self._parts.turns.to_trainer()  # what is exported is read from its memory
             return self._step
         except Interrupted:
             if (self._step, self._is_evaluation_due) > self._saved:
@@ -128,7 +132,8 @@ class Loop:
                 "time/wait_fraction": wait_s / step_s,
                 "time/idle_fraction": 1 - wait_s / step_s,
             }
-        metrics |= {"time/step_s": step_s} | measure_system(Path(self._plan.run_dir))
+        metrics |= {"time/step_s": step_s, "time/offload_s": self._parts.turns.take_spent_s()}
+        metrics |= measure_system(Path(self._plan.run_dir))
         self._parts.tracker.log_metrics(self._step, metrics)
         self._parts.progress.finish_step(self._step - 1, metrics)
         await self._evaluate_if_due()
@@ -144,10 +149,12 @@ class Loop:
         if collector is None or serving is None:
             raise RuntimeError("RL needs a collector and engines")
         serving.check_alive()
+        await self._make_engines_ready()
         collection, kv_use = await self._parts.stop.run(self._collect(collector, serving))
         num_gpus = sum(engine.num_ranks for engine in serving.policy_engines)
         metrics = compute_rollout_metrics(collection, num_gpus=num_gpus, weight_version=self._weight_version)
         metrics |= {"rollout/kv_cache_use_fraction": kv_use, "buffer/num_groups": float(collector.num_waiting_groups)}
+        await self._parts.turns.to_trainer()
         metrics |= await self._parts.learner.train_groups(
             collection.groups, step=self._step, weight_version=self._weight_version
         )
@@ -187,11 +194,17 @@ class Loop:
         source = self._parts.inputs.sft
         if source is None:
             raise RuntimeError("SFT needs samples")
+        await self._parts.turns.to_trainer()
         size = self._plan.batch.prompts_per_step
         first = self._next_sample
         metrics = await self._parts.learner.train_samples([source.sample(i) for i in range(first, first + size)])
         self._next_sample = first + size
         return metrics
+
+    async def _make_engines_ready(self) -> None:
+        """After a checkpoint the trainer has the GPUs, and what engines held there is undefined: send it again."""
+        if not self._parts.turns.is_engines_turn:
+            await self._sync(self._weight_version)
 
     async def _sync(self, version: int) -> dict[str, float]:
         serving = self._parts.serving
@@ -200,7 +213,9 @@ class Loop:
         clients = [engine.client for engine in serving.updated_engines]
         config = self._plan.weight_sync
         started_s = time.monotonic()
-        should_verify = config.verify_interval > 0 and self._num_syncs % config.verify_interval == 0
+        is_due = config.verify_interval > 0 and self._num_syncs % config.verify_interval == 0
+        # What an engine of several ranks hashes are its shards: see weight_sync/checksums.py.
+        should_verify = is_due and all(engine.num_ranks == 1 for engine in serving.updated_engines)
         num_bytes = 0
 
         async def send() -> dict[str, str]:
@@ -219,6 +234,7 @@ class Loop:
             should_bracket=config.transport != "disk",
             should_verify=should_verify,
             timeout_s=config.timeout_s,
+            handover=self._parts.turns,
         )
         self._weight_version = version
         self._num_syncs += 1
@@ -233,8 +249,11 @@ class Loop:
         """Stages take turns: two groups that wait in two engines for each other would wait for ever."""
         checksums: dict[str, str] = {}
         num_bytes = 0
-        for ranks in self._plan.trainer.weight_sources:
-            for part, sent in await self._parts.trainers.run("send_weights", should_hash, should_send, ranks=ranks):
+        is_by_all = should_send and is_sent_by_all(self._plan)
+        for stage, sources in enumerate(self._plan.trainer.weight_sources):
+            ranks = None if is_by_all else sources
+            arguments = (should_hash, should_send, stage)
+            for part, sent in await self._parts.trainers.run("send_weights", *arguments, ranks=ranks):
                 checksums |= part
                 num_bytes += sent
         return checksums, num_bytes
@@ -252,6 +271,7 @@ class Loop:
         """What a signal interrupts here is due again after the resume."""
         generator = self._parts.eval_generator
         if self._is_evaluation_due and generator is not None:
+            await self._make_engines_ready()
             self._parts.tracker.log_metrics(self._step, await self._evaluate(generator))
         self._is_evaluation_due = False
 
@@ -275,6 +295,7 @@ class Loop:
 
     async def _save(self) -> float:
         started_s = time.monotonic()
+        await self._parts.turns.to_trainer()
         collector = self._parts.collector
         state = RunState(
             step=self._step,

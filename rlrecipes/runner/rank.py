@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlrecipes.plan.nodes import Plan
+from rlrecipes.runner.servers import to_visible_devices
 
 if TYPE_CHECKING:
     import numpy as np
 
     from rlrecipes.engines.megatron.rank import TrainerRank
     from rlrecipes.types import MicroBatch
+    from rlrecipes.weight_sync.handles import HandleTransport
+    from rlrecipes.weight_sync.protocols import NamedTensors
     from rlrecipes.weight_sync.transports import Transport
 
 
@@ -37,9 +40,13 @@ class RankWorker:
     def __init__(self, plan_json: str, rank: int, master_address: str, master_port: int, log_path: str) -> None:
         _redirect_output(Path(log_path))
         self._plan = Plan.model_validate_json(plan_json)
+        gpu = self._plan.trainer.devices[rank].gpu
+        if gpu is not None and self._plan.trainer.device == "cuda":
+            os.environ["CUDA_VISIBLE_DEVICES"] = to_visible_devices(str(gpu))  # read when CUDA is first used
         self._rank = rank
         self._master = (master_address, master_port)
         self._transport: Transport | None = None
+        self._handles: HandleTransport | None = None
         self._trainer: TrainerRank | None = None
         self._loop = asyncio.new_event_loop()  # one for all calls: the engines' clients keep connections open
 
@@ -70,6 +77,18 @@ class RankWorker:
     def save_checkpoint(self, path: str) -> None:
         """Write everything into an empty directory."""
         self.trainer.save_checkpoint(Path(path))
+
+    def offload_state(self) -> None:
+        """Give the device's memory back, but for the weights that are sent."""
+        self.trainer.offload_state()
+
+    def offload_weights(self) -> None:
+        """Give the weights' memory back too."""
+        self.trainer.offload_weights()
+
+    def reload(self) -> None:
+        """Take all of it again, filled as it was."""
+        self.trainer.reload()
 
     def export_hf(self, path: str, source: str) -> None:
         """Write an HF directory; tokenizer and configuration come from ``source``."""
@@ -115,19 +134,24 @@ class RankWorker:
             durations.append(time.perf_counter() - started_s)
         return 2 * size**3 / min(durations)
 
-    def connect(self, engines: Sequence[tuple[str, int]], port: int) -> None:
-        """Prepare to send weights.
+    def connect(self, engines: Sequence[tuple[str, int, tuple[int, ...]]], port: int) -> None:
+        """Prepare to send weights; where they travel as handles of GPU memory every rank does, elsewhere the sources.
 
         Args:
-            engines: (url, tensor-parallel size) of every engine to update.
+            engines: (url, number of ranks, for each of them the trainer rank on its GPU) of every engine to update.
             port: free on this host, for the process group of this source.
         """
-        if not self.trainer.is_weight_source:
-            return
         from rlrecipes.engines.sglang.client import EngineClient
+        from rlrecipes.weight_sync.handles import HandleTransport, SharingEngine
         from rlrecipes.weight_sync.transports import Destination, DistributedTransport, TensorTransport
 
-        destinations = [Destination(EngineClient(url), num_ranks) for url, num_ranks in engines]
+        if is_sent_by_all(self._plan):
+            sharing = [SharingEngine(EngineClient(url), ranks) for url, _, ranks in engines]
+            self._handles = HandleTransport(sharing, device=self._plan.trainer.device)
+            return
+        if not self.trainer.is_weight_source:
+            return
+        destinations = [Destination(EngineClient(url), num_ranks) for url, num_ranks, _ in engines]
         timeout_s = self._plan.weight_sync.timeout_s
         if self._plan.weight_sync.transport == "tensor":
             self._transport = TensorTransport(destinations)
@@ -143,36 +167,43 @@ class RankWorker:
         if self._transport is not None:
             self._loop.run_until_complete(self._transport.connect())
 
-    def send_weights(self, should_hash: bool, should_send: bool) -> tuple[dict[str, str], int]:
-        """Send every tensor of this rank's pipeline stage; ranks that are no source only help to gather.
+    def send_weights(self, should_hash: bool, should_send: bool, stage: int) -> tuple[dict[str, str], int]:
+        """Send every tensor of a pipeline stage. Its source sends; other ranks help to gather, or to pass on.
 
         Args:
             should_hash: whether checksums are wanted.
             should_send: whether engines get them; false only hashes.
+            stage: whose turn it is.
 
         Returns:
-            Checksums by engine name, and bytes sent.
+            Checksums by engine name, and bytes sent; of the source alone.
         """
-        from rlrecipes.weight_sync.buckets import to_buckets
         from rlrecipes.weight_sync.checksums import ChecksumTee
 
-        tensors = self.trainer.iter_hf_tensors()
-        if not self.trainer.is_weight_source:
-            for _ in tensors:
-                pass
+        sources = self._plan.trainer.weight_sources[stage]
+        handles = self._handles if should_send else None
+        if self._rank != sources[0]:
+            self._help(sources, handles)
             return {}, 0
-        tee = ChecksumTee(tensors)
-        num_bytes = 0
-
-        async def send_all() -> None:
-            nonlocal num_bytes
-            for bucket in to_buckets(iter(tee) if should_hash else tensors, self._plan.weight_sync.bucket_bytes):
-                num_bytes += bucket.num_bytes
-                if should_send and self._transport is not None:
-                    await self._transport.send(bucket)
-
-        self._loop.run_until_complete(send_all())
+        tee = ChecksumTee(self.trainer.iter_hf_tensors())
+        tensors = iter(tee) if should_hash else self.trainer.iter_hf_tensors()
+        transport = (handles or self._transport) if should_send else None
+        sending = _send_all(tensors, transport, self._plan.weight_sync.bucket_bytes)
+        num_bytes = self._loop.run_until_complete(sending)
+        if handles is not None:
+            handles.end()
         return tee.checksums(), num_bytes
+
+    def _help(self, sources: Sequence[int], handles: HandleTransport | None) -> None:
+        """Ranks that gather meet the source at each of its buckets, the others in between."""
+        from rlrecipes.weight_sync.buckets import to_buckets
+
+        tensors = self.trainer.iter_hf_tensors() if self._rank in sources else iter(())
+        for _ in to_buckets(tensors, self._plan.weight_sync.bucket_bytes):
+            if handles is not None:
+                handles.relay(sources[0])
+        while handles is not None and handles.relay(sources[0]):
+            pass
 
     def close(self) -> None:
         """Leave all process groups."""
@@ -180,6 +211,28 @@ class RankWorker:
             self._loop.run_until_complete(self._transport.close())
         if self._trainer is not None:
             self._trainer.close()
+
+
+def is_sent_by_all(plan: Plan) -> bool:
+    """Whether weights travel as handles of GPU memory, which every trainer rank makes for the engines on its GPU.
+
+    Args:
+        plan: the Plan.
+    """
+    return plan.weight_sync.transport == "tensor" and plan.trainer.device == "cuda"
+
+
+# No method: Ray would take a class with a coroutine for one that runs its calls in an event loop of its own.
+async def _send_all(tensors: NamedTensors, transport: Transport | HandleTransport | None, bucket_bytes: int) -> int:
+    """Send tensors in buckets, or only read them; returns their bytes."""
+    from rlrecipes.weight_sync.buckets import to_buckets
+
+    num_bytes = 0
+    for bucket in to_buckets(tensors, bucket_bytes):
+        num_bytes += bucket.num_bytes
+        if transport is not None:
+            await transport.send(bucket)
+    return num_bytes
 
 
 def _redirect_output(log_path: Path) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlrecipes.config.schema import RlConfig
 from rlrecipes.engines.sglang.process import find_free_port
-from rlrecipes.errors import ConfigError, Interrupted
+from rlrecipes.errors import ConfigError, Interrupted, WeightSyncError
 from rlrecipes.plan.cluster import check_is_here
 from rlrecipes.plan.facts import find_obstacles
 from rlrecipes.plan.lock import build_lock, check_lock, read_lock, to_lock_path, write_lock
@@ -30,8 +30,10 @@ from rlrecipes.runner.cluster import TrainerGroup
 from rlrecipes.runner.faults import RunLock, StopRequest
 from rlrecipes.runner.loop import Loop, Parts
 from rlrecipes.runner.preparation import run_preparation, write_tasks
-from rlrecipes.runner.servers import Serving
+from rlrecipes.runner.rank import is_sent_by_all
+from rlrecipes.runner.servers import Engine, Serving
 from rlrecipes.runner.training import Learner, build_objective
+from rlrecipes.runner.turns import GpuTurns
 from rlrecipes.tracking.progress import build_progress
 from rlrecipes.tracking.tracker import RunStatus, Tracker
 
@@ -141,7 +143,7 @@ async def _run(
         progress = stack.enter_context(build_progress(plan.schedule.num_steps, plan.name, step))
         if state is not None:
             progress.show(f"resuming {plan.run_dir} after step {step}")
-        serving, trainers = await _start_processes(plan, checkpoint, stack, stop, progress.show)
+        serving, trainers, turns = await _start_processes(plan, checkpoint, stack, stop, progress.show)
         collector = eval_generator = None
         if serving is not None:
             await inputs.clients.open(serving.router_url, stack)
@@ -153,6 +155,7 @@ async def _run(
             plan=plan,
             inputs=inputs,
             trainers=trainers,
+            turns=turns,
             learner=Learner(plan, trainers),
             store=store,
             tracker=tracker,
@@ -190,7 +193,7 @@ def _start_tracker(plan: Plan, state: RunState | None, stack: AsyncExitStack) ->
 
 async def _start_processes(
     plan: Plan, checkpoint: Path | None, stack: AsyncExitStack, stop: StopRequest, show: Callable[[str], None]
-) -> tuple[Serving | None, TrainerGroup]:
+) -> tuple[Serving | None, TrainerGroup, GpuTurns]:
     serving = Serving(plan, show) if plan.served_models else None
     stop.install()
     if serving is not None:
@@ -198,13 +201,18 @@ async def _start_processes(
         serving.launch()  # engines come up while Ray and the trainers do
     trainers = TrainerGroup(plan, Path(plan.run_dir) / "logs")
     stack.push_async_callback(trainers.close)
+    turns = GpuTurns(plan, trainers, serving)
     await trainers.launch()
+    if serving is not None and plan.should_offload_engines:
+        # An engine takes a share of what it finds free: trainers come when it has given that back.
+        await stop.run(serving.wait_until_ready())
+        await stop.run(turns.put_engines_to_sleep())
     await stop.run(_start_trainers(plan, trainers, checkpoint))
     if serving is not None:
-        await stop.run(serving.wait_until_ready())
-        engines = [(engine.url, engine.num_ranks) for engine in serving.updated_engines]
-        await stop.run(_connect(trainers, plan, engines))
-    return serving, trainers
+        if not plan.should_offload_engines:
+            await stop.run(serving.wait_until_ready())
+        await stop.run(_connect(trainers, plan, serving.updated_engines))
+    return serving, trainers, turns
 
 
 async def _start_trainers(plan: Plan, trainers: TrainerGroup, checkpoint: Path | None) -> None:
@@ -214,10 +222,33 @@ async def _start_trainers(plan: Plan, trainers: TrainerGroup, checkpoint: Path |
         await trainers.run("load_checkpoint", str(checkpoint.absolute()))
 
 
-async def _connect(trainers: TrainerGroup, plan: Plan, engines: list[tuple[str, int]]) -> None:
+async def _connect(trainers: TrainerGroup, plan: Plan, updated: Sequence[Engine]) -> None:
+    if is_sent_by_all(plan):
+        engines = [(engine.url, engine.num_ranks, find_trainer_ranks(plan, engine)) for engine in updated]
+        await trainers.run("connect", engines, 0)
+        return
     for ranks in plan.trainer.weight_sources:  # in turn, as they send
-        ports = [(engines, find_free_port()) for _ in ranks]
+        ports = [([(engine.url, engine.num_ranks, ()) for engine in updated], find_free_port()) for _ in ranks]
         await trainers.run("connect", per_rank=ports, ranks=ranks)
+
+
+def find_trainer_ranks(plan: Plan, engine: Engine) -> tuple[int, ...]:
+    """The trainer rank on the GPU of each rank of an engine.
+
+    Args:
+        plan: the Plan.
+        engine: one that weight syncs reach.
+
+    Raises:
+        WeightSyncError: an engine's rank lies where no trainer rank is, or nobody knows where.
+    """
+    ranks = {(device.node, device.gpu): rank for rank, device in enumerate(plan.trainer.devices)}
+    found = [ranks.get((device.node, device.gpu)) for device in engine.devices]
+    shared = tuple(rank for rank in found if rank is not None)
+    if not found or len(shared) < len(found):
+        problem = "handles of GPU memory do not reach it: it is not known to lie on the trainer's GPUs"
+        raise WeightSyncError(f"engine {engine.url}", problem, "use weight_sync=distributed or weight_sync=disk")
+    return shared
 
 
 async def _export(plan: Plan, trainers: TrainerGroup, step: int) -> Path | None:

@@ -20,7 +20,7 @@ from rlrecipes.engines.sglang.process import (
     wait_until_workers,
 )
 from rlrecipes.errors import EngineError
-from rlrecipes.plan.nodes import POLICY, Plan, ProcessNode, ServedModelNode
+from rlrecipes.plan.nodes import POLICY, DeviceNode, Plan, ProcessNode, ServedModelNode
 
 _HOST = "127.0.0.1"
 _ROUTERS_FILE = "routers.json"
@@ -35,6 +35,9 @@ class Engine:
         worker_type: what it does.
         num_ranks: its processes that hold weights, TP x PP.
         client: for administration.
+        is_updated: whether weight syncs reach it.
+        is_colocated: whether it lies on the trainer's GPUs and can give their memory back, which encoders cannot.
+        devices: of its ranks, in order; none are known of an engine that somebody else runs.
         process: it; None when somebody else runs it.
         bootstrap_port: where a prefill engine hands over its KV cache.
     """
@@ -43,6 +46,9 @@ class Engine:
     worker_type: WorkerType
     num_ranks: int
     client: EngineClient
+    is_updated: bool
+    is_colocated: bool = False
+    devices: tuple[DeviceNode, ...] = ()
     process: ServerProcess | None = None
     bootstrap_port: int | None = None
 
@@ -68,6 +74,7 @@ class ServedModel:
         """Start every engine process; does not wait. Encoders come first: others are told where they are."""
         groups = sorted(self._node.server_groups, key=lambda group: group.worker_type != "encoder")
         for group in groups:
+            is_encoder = group.worker_type == "encoder"
             for node in group.engines:
                 port, bootstrap_port = _chosen_port(node.command) or find_free_port(), find_free_port()
                 values = {
@@ -76,9 +83,18 @@ class ServedModel:
                     "encoder_urls": " ".join(self._urls("encoder")),
                 }
                 url, process = self._launch(node, port, values)
-                self.engines.append(
-                    Engine(url, group.worker_type, group.gpus_per_engine, EngineClient(url), process, bootstrap_port)
+                engine = Engine(
+                    url,
+                    group.worker_type,
+                    group.gpus_per_engine,
+                    EngineClient(url),
+                    is_updated=self._node.is_updated and not is_encoder,  # it holds no weights of the trainer
+                    is_colocated=group.placement == "colocated" and not is_encoder,
+                    devices=tuple(device for part in (node, *node.followers) for device in part.devices),
+                    process=process,
+                    bootstrap_port=bootstrap_port,
                 )
+                self.engines.append(engine)
 
     async def wait_until_ready(self) -> None:
         """Wait for the engines, then start the router and wait until it knows them all.
@@ -88,7 +104,7 @@ class ServedModel:
         """
         await asyncio.gather(*(self._wait(engine) for engine in self.engines))
         for group in self._node.server_groups:
-            self.engines += await asyncio.gather(*(_meet(url, group.worker_type) for url in group.urls))
+            self.engines += await asyncio.gather(*(self._meet(url, group.worker_type) for url in group.urls))
         await self._start_router()
 
     async def _wait(self, engine: Engine) -> None:
@@ -113,7 +129,28 @@ class ServedModel:
         if self._node.num_joining_engines:
             wanted, timeout_s = self._node.num_joining_engines, self._node.join_timeout_s
             joined = await wait_until_joined(self.router_url, urls, wanted, timeout_s)
-            self.engines += await asyncio.gather(*(_meet(url, None) for url in joined))
+            self.engines += await asyncio.gather(*(self._meet(url, None) for url in joined))
+
+    async def _meet(self, url: str, worker_type: WorkerType | None) -> Engine:
+        """An engine somebody else runs, described by itself.
+
+        Raises:
+            EngineError: it does not answer, or it does something else than the recipe says.
+        """
+        client = EngineClient(url)
+        try:
+            info = await client.server_info()
+        except EngineError as error:
+            fix = "start it, or name another url: it is one of those that others run"
+            raise EngineError(f"engine {url}", error.problems[0].problem, fix) from error
+        mode = info.get("disaggregation_mode") or "null"
+        found: WorkerType = "regular" if mode == "null" else "prefill" if mode == "prefill" else "decode"
+        if worker_type not in (None, found):
+            fix = f"set worker_type={found}, or name other urls"
+            raise EngineError(f"engine {url}", f"is a {found} worker; the recipe says {worker_type}", fix)
+        num_ranks = int(info.get("tp_size") or 1) * int(info.get("pp_size") or 1)
+        port = info.get("disaggregation_bootstrap_port")
+        return Engine(url, found, num_ranks, client, is_updated=self._node.is_updated, bootstrap_port=port)
 
     def _urls(self, worker_type: WorkerType) -> Iterable[str]:
         return (engine.url for engine in self.engines if engine.worker_type == worker_type)
@@ -165,7 +202,6 @@ class Serving:
         self._models = {node.name: ServedModel(node, run_dir / "logs", self._announce) for node in plan.served_models}
         self._routers_file = run_dir / _ROUTERS_FILE
         self._show = show
-        self._updated = [node.name for node in plan.served_models if node.is_updated]
 
     def __bool__(self) -> bool:
         return bool(self._models)
@@ -212,8 +248,17 @@ class Serving:
 
     @property
     def updated_engines(self) -> list[Engine]:
-        """Engines that weight syncs reach, of all models that are updated; encoders hold no weights of the trainer."""
-        return [e for name in self._updated for e in self._models[name].engines if e.worker_type != "encoder"]
+        """Engines that weight syncs reach, of all models."""
+        return [engine for engine in self._engines if engine.is_updated]
+
+    @property
+    def colocated_engines(self) -> list[Engine]:
+        """Engines on the trainer's GPUs, of all models."""
+        return [engine for engine in self._engines if engine.is_colocated]
+
+    @property
+    def _engines(self) -> Iterable[Engine]:
+        return (engine for model in self._models.values() for engine in model.engines)
 
     def router_url(self, name: str) -> str:
         """Where a model is asked.
@@ -227,27 +272,6 @@ class Serving:
         """Stop everything."""
         self._routers_file.unlink(missing_ok=True)
         await asyncio.gather(*(model.close() for model in self._models.values()))
-
-
-async def _meet(url: str, worker_type: WorkerType | None) -> Engine:
-    """An engine somebody else runs, described by itself.
-
-    Raises:
-        EngineError: it does not answer, or it does something else than the recipe says.
-    """
-    client = EngineClient(url)
-    try:
-        info = await client.server_info()
-    except EngineError as error:
-        fix = "start it, or name another url: it is one of those that others run"
-        raise EngineError(f"engine {url}", error.problems[0].problem, fix) from error
-    mode = info.get("disaggregation_mode") or "null"
-    found: WorkerType = "regular" if mode == "null" else "prefill" if mode == "prefill" else "decode"
-    if worker_type not in (None, found):
-        fix = f"set worker_type={found}, or name other urls"
-        raise EngineError(f"engine {url}", f"is a {found} worker; the recipe says {worker_type}", fix)
-    num_ranks = int(info.get("tp_size") or 1) * int(info.get("pp_size") or 1)
-    return Engine(url, found, num_ranks, client, None, info.get("disaggregation_bootstrap_port"))
 
 
 def to_visible_devices(wanted: str) -> str:

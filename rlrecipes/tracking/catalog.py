@@ -282,6 +282,13 @@ LOOP = (
     Metric("time/wait_fraction", "fraction", "time/wait_s over time/step_s", "above 0.5: add engines", "lower"),
     Metric("time/idle_fraction", "fraction", "share of the step the engines had no request", "above 0.5: add trainers"),
     Metric("time/logprobs_s", "s", "computing old and reference log probabilities", "lower is faster", "lower"),
+    Metric(
+        "time/offload_s",
+        "s",
+        "memory changing hands between trainer and engines of the same GPUs, in syncs too; 0 where both stay",
+        "high: keep one of them, if the Plan says that both fit",
+        "lower",
+    ),
     Metric("time/checkpoint_s", "s", "the step's checkpoint kept the loop waiting", "high: save less often", "lower"),
     Metric("time/eval_s", "s", "evaluation on held-out prompts", "high: evaluate less often", "lower"),
 )

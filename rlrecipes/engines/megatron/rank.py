@@ -171,6 +171,8 @@ class TrainerRank:
 
         Every rank of ``trainer.weight_sources`` must iterate to the end, and each gets the tensors.
         """
+        if not self._policy.has_weights:
+            raise TrainerError("trainer.weights", "are read while their memory is given away", "call reload first")
         return self._weights.iter_hf_tensors()
 
     def export_hf(self, path: str | Path, source_dir: str | Path) -> None:
@@ -225,6 +227,7 @@ class TrainerRank:
         """Give what torch's allocator keeps back to the driver, so that another process can have it."""
         if self._trainer.device == "cuda":
             gc.collect()  # activations that a cycle of references still holds
+            gc.freeze()  # what is left stays for long: half a second to look through, every time
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
 

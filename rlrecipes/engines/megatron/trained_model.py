@@ -88,6 +88,11 @@ class TrainedModel:
         """Whether everything is on the device; nothing can be computed otherwise."""
         return not any(part.is_offloaded for part in self._offloaded.values())
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are on the device."""
+        return "weights" not in self._offloaded or not self._offloaded["weights"].is_offloaded
+
     def offload_state(self) -> None:
         """Free the gradients, and move the optimizer's state to the host; weights stay, and can be read.
 

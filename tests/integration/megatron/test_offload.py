@@ -105,6 +105,7 @@ def run_away(rank: int, port: int, trainer: TrainerNode, node: ModelNode, path: 
         lambda: trainer_rank.train_step(row, GRPO),
         lambda: trainer_rank.compute_values(row),
         lambda: trainer_rank.save_checkpoint(path.parent / "never"),
+        lambda: list(trainer_rank.iter_hf_tensors()),
     ]
     for action in actions:
         with pytest.raises(TrainerError) as caught:

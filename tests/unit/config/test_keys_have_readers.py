@@ -21,8 +21,6 @@ _PREDICTED = {
     "RunConfig.calibration",
 }
 """Keys of which only figures are made."""
-_UNBUILT = {"TopologyConfig.should_offload_trainer"}
-"""Keys that predictions count with and no process obeys yet."""
 _PARTS_OF_OTHERS = {
     *("rotary_scaling_factor", "original_max_position_embeddings", "mscale", "mscale_all_dim"),  # of scaled RoPE
     *("moe_shared_expert_gate", "moe_router_group_topk"),  # of shared experts, of groups of experts
@@ -77,7 +75,7 @@ def test_every_key_changes_what_runs_or_is_a_figure_for_predictions():
 
     read = read_names(files_of(is_acting))
     unread = {key for key, name in keys().items() if name not in read and not key.startswith("ModelShapes.")}
-    assert unread == _PREDICTED | _UNBUILT
+    assert unread == _PREDICTED
 
 
 def test_every_fact_of_a_model_is_built_or_refused():

@@ -162,6 +162,12 @@ def test_what_is_given_back_is_gone_and_what_is_not_stays():
     assert {name for name in role.parts["train"] if name.startswith("engine")} == {"engine.released"}
     assert "engine.kv_cache" not in role.parts["weight_sync"]  # weights come before the cache
     assert "engine.weights" in role.parts["weight_sync"]
+    sending = {name for name in role.parts["weight_sync"] if name.startswith("trainer")}
+    assert sending == {"trainer.offloaded", "trainer.weights", "trainer.weight_sync"}  # two copies of the weights
+    held = {
+        name: size for name, size in role.parts["train"].items() if name in ("trainer.weights", "trainer.optimizer")
+    }
+    assert role.host_bytes == sum(held.values())  # gradients are not kept
     kept = memory_of(*COLOCATED, "topology.should_offload_trainer=false", "topology.should_offload_engines=false")
     for phase in PHASES:
         assert {"trainer.weights", "engine.kv_cache"} <= set(kept.roles[0].parts[phase])
