@@ -54,6 +54,7 @@ PUBLISHED = {  # billions, all and active, as their model cards say
     "qwen3_4b": (4.0, None),
     "qwen3_8b": (8.2, None),
     "qwen3_next_80b_a3b": (80, 3.9),
+    "smollm2_135m": (0.135, None),
 }
 
 
