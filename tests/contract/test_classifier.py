@@ -43,6 +43,7 @@ def build_classifier(path: Path) -> LlamaForSequenceClassification:
     return model
 
 
+@pytest.mark.slow
 def test_a_reward_head_gives_what_transformers_computes(tmp_path: Path) -> None:
     model, tokenizer = build_classifier(tmp_path / "model"), build_tokenizer()
     texts = ["Hello NO", "x + y = 12", "a", "the quick brown fox " * 10]

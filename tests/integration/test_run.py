@@ -40,7 +40,13 @@ def test_rerunning_a_finished_run_does_nothing(trained):
 
 
 @pytest.mark.parametrize(
-    ("layout", "sync"), [("tp2", "disk"), ("pp2", "distributed"), ("dp2", "tensor"), ("cp2", "tensor")]
+    ("layout", "sync"),
+    [
+        ("tp2", "disk"),
+        ("pp2", "distributed"),
+        pytest.param("dp2", "tensor", marks=pytest.mark.slow),
+        pytest.param("cp2", "tensor", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_goes_on_at_another_layout_by_another_transport(trained, continued, layout, sync):
     shutil.rmtree(continued.cwd / "runs" / "run" / "checkpoints" / f"step_{NUM_STEPS:08d}")

@@ -59,6 +59,7 @@ def test_one_step_with_the_real_sglang(tmp_path, monkeypatch, warm):
         shell.close()
 
 
+@pytest.mark.slow
 def test_a_reference_served_by_the_real_sglang(tmp_path, monkeypatch, warm):
     """Serving the very weights that the policy starts from, it agrees with the trainer on every token."""
     monkeypatch.setenv("RLRECIPES_SGLANG_PYTHON", find_python())

@@ -95,6 +95,7 @@ def test_the_closing_words_tell_what_was_learned(stages):
     assert (stages.cwd / "runs" / "quickstart.png").exists()
 
 
+@pytest.mark.slow
 def test_sft_ends_the_step_that_a_signal_meets_and_goes_on_after_it(stages, tmp_path, warm):
     """The last step is taken again from the checkpoint before it, on the same samples."""
     shell = CommandLine(tmp_path, warm)

@@ -133,6 +133,7 @@ def test_a_served_teacher_and_reference_teach_what_held_ones_do(models, shell):
     assert not (shell.cwd / "runs" / "served" / "routers.json").exists()
 
 
+@pytest.mark.slow
 def test_several_models_and_the_death_of_one(models, shell):
     """Policy, teacher and judge; a teacher's engine killed mid-run stops the run, which goes on when asked again."""
     words = [
@@ -200,6 +201,7 @@ def test_engines_that_others_run_are_used_and_left_alone(models, shell):
         assert shell.leftovers() == []
 
 
+@pytest.mark.slow
 def test_an_engine_of_others_with_another_model_is_told(models, shell):
     with engine_of_others(models["judge"], "/") as url:
         words = ["topology=external", "topology.device=cpu", f"{POLICY}.server_groups.main.urls=[{url}]"]

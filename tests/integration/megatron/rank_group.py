@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rlrecipes.batching.grid import build_grid
 from rlrecipes.config.schema import ModelShapes, OptimConfig
@@ -26,6 +27,11 @@ from rlrecipes.types import MicroBatch, Sample
 _MAX_THREADS = 200
 _PR_SET_PDEATHSIG = 1
 _TASK_TIMEOUT_S = 120
+
+
+def slow(*values: Any) -> Any:
+    """Parameters of a case that only `make test-full` runs: a faster one of the same file shows most of it."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from rank_group import (
     RankGroup,
     build_model_node,
     build_trainer_node,
+    slow,
     write_hf_model,
 )
 from test_training import GRPO, SAMPLES, build_rank
@@ -30,8 +31,13 @@ from test_training import GRPO, SAMPLES, build_rank
 from rlrecipes.errors import CheckpointError
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
 
-RESUMES = [(layout, layout) for layout in (SINGLE, TP2, PP2, DP2, CP2, PP2_VPP2)] + [
-    pair for layout in (TP2, PP2, DP2, CP2, PP2_VPP2) for pair in ((SINGLE, layout), (layout, SINGLE))
+RESUMES = [
+    *((layout, layout) for layout in (SINGLE, PP2_VPP2)),
+    *((SINGLE, layout) for layout in (TP2, CP2)),
+    *((layout, SINGLE) for layout in (DP2, PP2_VPP2)),
+    *(slow(layout, layout) for layout in (TP2, PP2, DP2, CP2)),
+    *(slow(SINGLE, layout) for layout in (PP2, DP2, PP2_VPP2)),
+    *(slow(layout, SINGLE) for layout in (TP2, PP2, CP2)),
 ]
 
 

@@ -25,6 +25,7 @@ from rank_group import (
     build_model_node,
     build_samples,
     build_trainer_node,
+    slow,
     write_hf_model,
 )
 from test_training import GRPO, build_rank, explode_gradient
@@ -49,7 +50,7 @@ OPTIM = OptimConfig(
 )
 CRITIC = CriticNode(path=None, optim=OPTIM, num_train_steps_total=8)
 OBJECTIVE = partial(compute_value_objective, value_clip=0.05)
-LAYOUTS = [SINGLE, TP2, TP2_SP, PP2, DP2, CP2, PP2_VPP2, CP2_TP2_SP]
+LAYOUTS = [SINGLE, slow(TP2), TP2_SP, slow(PP2), DP2, slow(CP2), PP2_VPP2, slow(CP2_TP2_SP)]
 HEAD = "head"
 
 
@@ -373,10 +374,14 @@ def collect(found: list[Any], layout: Layout) -> tuple[Any, list[np.ndarray]]:
 
 
 RESUMES = [
-    *((layout, layout, "float32") for layout in (SINGLE, TP2_SP, PP2, DP2)),
-    *((SINGLE, layout, "float32") for layout in (TP2_SP, PP2, DP2, CP2, PP2_VPP2)),
-    *((layout, SINGLE, "float32") for layout in (TP2_SP, PP2, DP2, CP2, PP2_VPP2)),
-    *((layout, layout, "bfloat16") for layout in (TP2_SP, PP2, DP2)),  # but the head: two precisions in one optimizer
+    (SINGLE, SINGLE, "float32"),
+    (TP2_SP, SINGLE, "float32"),
+    *((SINGLE, layout, "float32") for layout in (DP2, PP2_VPP2)),
+    (TP2_SP, TP2_SP, "bfloat16"),  # but the head: two precisions in one optimizer
+    *(slow(layout, layout, "float32") for layout in (TP2_SP, PP2, DP2)),
+    *(slow(SINGLE, layout, "float32") for layout in (TP2_SP, PP2, CP2)),
+    *(slow(layout, SINGLE, "float32") for layout in (PP2, DP2, CP2, PP2_VPP2)),
+    *(slow(layout, layout, "bfloat16") for layout in (PP2, DP2)),
 ]
 
 

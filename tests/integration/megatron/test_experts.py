@@ -13,6 +13,7 @@ from rank_group import (
     RankGroup,
     build_model_node,
     build_trainer_node,
+    slow,
     write_hf_model,
 )
 from safetensors.torch import load_file
@@ -23,12 +24,12 @@ from rlrecipes.plan.nodes import ModelNode, TrainerNode
 
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk": 2}
 LAYOUTS = [
-    Layout(tp=2, sp=True),
-    Layout(dp=2, ep=2),
+    slow(Layout(tp=2, sp=True)),
+    slow(Layout(dp=2, ep=2)),
     Layout(tp=2, sp=True, ep=2, etp=1),
-    Layout(cp=2, ep=2),
+    slow(Layout(cp=2, ep=2)),
     Layout(pp=2, vpp=2),
-    Layout(tp=2, sp=True, dp=2, ep=2, etp=1),
+    slow(Layout(tp=2, sp=True, dp=2, ep=2, etp=1)),
 ]
 
 

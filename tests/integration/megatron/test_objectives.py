@@ -22,6 +22,7 @@ from rank_group import (
     build_model_node,
     build_samples,
     build_trainer_node,
+    slow,
     write_hf_model,
 )
 from test_training import GRPO
@@ -129,7 +130,7 @@ def single(model: tuple[ModelNode, Path], ranks: RankGroup) -> dict[str, Any]:
     return ranks.run(1, take_steps, SINGLE, build_still_trainer(SINGLE), *model)[0]
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2, DP2, CP2, CP2_TP2_SP], ids=str)
+@pytest.mark.parametrize("layout", [slow(TP2), PP2, DP2, slow(CP2), CP2_TP2_SP], ids=str)
 def test_any_layout_gives_loss_gradient_and_metrics_of_one_process(
     layout: Layout, model: tuple[ModelNode, Path], single: dict[str, Any], ranks: RankGroup
 ) -> None:

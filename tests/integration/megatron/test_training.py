@@ -28,6 +28,7 @@ from rank_group import (
     build_model_node,
     build_samples,
     build_trainer_node,
+    slow,
     write_hf_model,
 )
 
@@ -176,7 +177,7 @@ RECOMPUTING = {
 }
 
 
-@pytest.mark.parametrize("layout", [SINGLE, CP2], ids=str)
+@pytest.mark.parametrize("layout", [SINGLE, slow(CP2)], ids=str)
 @pytest.mark.parametrize("fields", RECOMPUTING.values(), ids=RECOMPUTING)
 def test_recomputing_changes_no_number(
     fields: dict[str, Any], layout: Layout, hf_model: Any, single: dict[str, Any], ranks: RankGroup
@@ -242,7 +243,9 @@ def test_the_teachers_likeliest_tokens_are_those_of_transformers(teacher: Any) -
         np.testing.assert_allclose(sample.teacher_topk_logprobs[1:][mask], expected.values.numpy()[mask], atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [slow(TP2), slow(TP2_SP), PP2, slow(DP2), slow(CP2), slow(PP2_VPP2), CP2_TP2_SP], ids=str
+)
 def test_distilling_the_likeliest_tokens_is_the_same_at_every_layout(
     hf_model: Any, teacher: Any, ranks: RankGroup, layout: Layout
 ) -> None:
