@@ -121,8 +121,9 @@ class ServedModel:
             "prefill_urls": " ".join(prefill),
             "decode_urls": " ".join(f"--decode {url}" for url in self._urls("decode")),
         }
-        self.router_url, router = self._launch(node, _chosen_port(node.command) or find_free_port(), values)
-        await router.wait_until_ready(self.router_url, node.start_timeout_s)
+        url, router = self._launch(node, _chosen_port(node.command) or find_free_port(), values)
+        await router.wait_until_ready(url, node.start_timeout_s)
+        self.router_url = url  # only now: another model's announcement tells every router that has one
         self._announce(self._node, self.router_url)
         urls = [engine.url for engine in behind]
         await wait_until_workers(self.router_url, urls, node.start_timeout_s)

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from rlrecipes.config.compose import compose
-from rlrecipes.engines.sglang.process import find_free_port
+from rlrecipes.engines.sglang.process import ServerProcess, find_free_port
 from rlrecipes.errors import EngineError
 from rlrecipes.plan.nodes import HostNode
 from rlrecipes.plan.resolve import resolve
@@ -100,3 +100,25 @@ def test_where_the_routers_are_stands_in_a_file(tmp_path, engine):
 
     urls, url = asyncio.run(run())
     assert urls == {"policy": url}
+
+
+def test_the_file_tells_no_router_that_does_not_answer_yet(tmp_path, engine, monkeypatch):
+    """One router is up long before the other."""
+    mirror = "topology.served_models.mirror"
+    words = [f"+served_model@{mirror}=policy", f"+server_group@{mirror}.server_groups.main=external"]
+    again = engine.replace("127.0.0.1", "localhost")  # one engine will do
+    words += [f"{mirror}.server_groups.main.urls=[{again}]", f"{POLICY}.server_groups.main.urls=[{engine}]"]
+    plan = resolve_words(tmp_path, "topology=external", *words)
+    file, told = tmp_path / "run" / "routers.json", []
+    wait = ServerProcess.wait_until_ready
+
+    async def wait_in_turn(process, url, timeout_s):
+        while process.name.startswith("policy") and not file.exists():
+            await asyncio.sleep(0.01)
+        if process.name.startswith("policy"):
+            told.append(json.loads(file.read_text()))
+        await wait(process, url, timeout_s)
+
+    monkeypatch.setattr(ServerProcess, "wait_until_ready", wait_in_turn)
+    serve(plan)
+    assert [list(urls) for urls in told] == [["mirror"]]
