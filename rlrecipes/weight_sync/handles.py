@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tenacity import retry, retry_if_exception_message, stop_after_attempt
 from torch.multiprocessing.reductions import reduce_tensor
 
 from rlrecipes.weight_sync.buckets import Bucket
@@ -27,6 +28,7 @@ from rlrecipes.weight_sync.protocols import WeightReceiver
 LOAD_FORMAT = "flattened_bucket"
 _ALIGNMENT = 16
 """Bytes; each tensor starts at a multiple, so that the bytes can be looked at as any dtype."""
+_NUM_SHARING_ATTEMPTS = 30
 _DEVICE_ARGUMENT = 6
 """Where ``reduce_tensor`` puts the number of the GPU."""
 
@@ -157,6 +159,15 @@ class _HandlePickler(ForkingPickler):
         return rebuild, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 
+retry_slow_sharing = retry(
+    retry=retry_if_exception_message(match="Shared memory manager connection has timed out"),
+    stop=stop_after_attempt(_NUM_SHARING_ATTEMPTS),
+    reraise=True,
+)
+"""torch waits one second for the process that keeps shared memory of a CPU; on a busy host that is not enough."""
+
+
+@retry_slow_sharing
 def to_payload(content: Any) -> str:
     """Base64 of a pickle in which tensors are handles; each may be read by one process.
 

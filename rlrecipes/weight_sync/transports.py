@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rlrecipes.errors import WeightSyncError
 from rlrecipes.weight_sync.buckets import Bucket
-from rlrecipes.weight_sync.handles import to_payload
+from rlrecipes.weight_sync.handles import retry_slow_sharing, to_payload
 from rlrecipes.weight_sync.protocols import WeightReceiver
 
 
@@ -78,6 +78,7 @@ class TensorTransport:
         """Nothing is held between sends."""
 
 
+@retry_slow_sharing
 def _to_shared(tensor: torch.Tensor) -> torch.Tensor:
     shared: torch.Tensor = tensor.cpu().clone().share_memory_()  # type: ignore[no-untyped-call]
     return shared

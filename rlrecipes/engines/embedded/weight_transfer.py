@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tenacity import retry, retry_if_exception_message, stop_after_attempt
 from torch.distributed import HashStore, PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
+from torch.multiprocessing.reductions import rebuild_storage_filename
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
 FLATTENED_BUCKET = "flattened_bucket"
+_NUM_SHARING_ATTEMPTS = 30
 
 
 class TransferError(ValueError):
@@ -62,7 +65,6 @@ _ALLOWED = {
     "torch._utils": {"_rebuild_tensor_v2", "_rebuild_parameter"},
     "torch.multiprocessing.reductions": {
         "rebuild_tensor",
-        "rebuild_storage_filename",
         "rebuild_storage_empty",
         "rebuild_typed_storage",
         "rebuild_typed_storage_child",
@@ -72,8 +74,20 @@ _ALLOWED = {
 }
 
 
+@retry(
+    retry=retry_if_exception_message(match="Shared memory manager connection has timed out"),
+    stop=stop_after_attempt(_NUM_SHARING_ATTEMPTS),
+    reraise=True,
+)
+def _rebuild_patiently(*arguments: Any) -> Any:
+    """Torch waits one second for the process that keeps shared memory; on a busy host that is not enough."""
+    return rebuild_storage_filename(*arguments)  # type: ignore[no-untyped-call]
+
+
 class _TensorUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.multiprocessing.reductions", "rebuild_storage_filename"):
+            return _rebuild_patiently
         if module.startswith("sglang.srt.") and name in _STAND_INS:
             return _STAND_INS[name]
         if name in _ALLOWED.get(module, ()):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +22,7 @@ from rank_group import (
 )
 from test_training import build_rank
 
+from rlrecipes.engines.embedded.weight_transfer import decode_payload, unpickle_tensors
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
 from rlrecipes.runner.rank import RankWorker
 from rlrecipes.weight_sync.handles import HandleTransport, SharingEngine
@@ -38,10 +37,8 @@ class Receiver:
 
     async def update_weights_from_tensor(self, payloads: Any, *, load_format: str | None = None) -> None:
         for held, payload in zip(self.tensors, payloads, strict=True):
-            content = pickle.loads(base64.b64decode(payload))
-            for entry in content["metadata"]:
-                part = content["flattened_tensor"][entry.start_idx : entry.end_idx]
-                held[entry.name] = part.view(entry.dtype).reshape(entry.shape).clone()
+            tensors = unpickle_tensors(decode_payload(payload), load_format)
+            held.update((name, tensor.clone()) for name, tensor in tensors)
 
 
 def send_all(rank: int, port: int, layout: Layout, trainer: TrainerNode, node: ModelNode, path: Path) -> Any:

@@ -8,12 +8,14 @@ import io
 import pickle
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from rlrecipes.engines.embedded import weight_transfer
 from rlrecipes.engines.sglang.process import find_free_port
 from rlrecipes.weight_sync.buckets import to_buckets
-from rlrecipes.weight_sync.handles import HandleTransport, SharingEngine
+from rlrecipes.weight_sync.handles import HandleTransport, SharingEngine, to_payload
 
 TENSORS = [
     ("odd", torch.arange(5, dtype=torch.bfloat16)),
@@ -123,3 +125,38 @@ def test_a_handle_names_its_gpu_by_uuid(monkeypatch):
     tensor = torch.ones(2).as_subclass(OnGpu)
     _, found = handles._HandlePickler(io.BytesIO()).reducer_override(tensor)
     assert found == (*arguments[:6], "GPU-of-mine", *arguments[7:])
+
+
+def test_a_slow_keeper_of_shared_memory_is_asked_again(monkeypatch):
+    """Both sides meet it; torch itself gives up after a second, with these words first."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    asked = []
+
+    def slow(function):
+        def answer(*arguments):
+            asked.append(function.__name__)
+            if asked.count(function.__name__) < 3:
+                raise RuntimeError("Shared memory manager connection has timed out\nException raised from recv")
+            return function(*arguments)
+
+        return answer
+
+    storage = torch.UntypedStorage
+    monkeypatch.setattr(storage, "_share_filename_cpu_", slow(storage._share_filename_cpu_))
+    monkeypatch.setattr(weight_transfer, "rebuild_storage_filename", slow(weight_transfer.rebuild_storage_filename))
+    tensor = torch.arange(5.0)
+    payload = to_payload([("a", tensor)])
+    ((name, found),) = weight_transfer.unpickle_tensors(weight_transfer.decode_payload(payload), None)
+    assert (name, found.tolist()) == ("a", tensor.tolist())
+    assert len(asked) == 6 and len(set(asked)) == 2
+
+
+def test_another_fault_of_shared_memory_is_told_at_once(monkeypatch):
+    torch.multiprocessing.set_sharing_strategy("file_system")
+
+    def fail(*_):
+        raise RuntimeError("no space left on device")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_filename_cpu_", fail)
+    with pytest.raises(RuntimeError, match="no space left"):
+        to_payload([("a", torch.arange(5.0))])
