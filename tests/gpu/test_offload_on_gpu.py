@@ -52,7 +52,15 @@ def run_steps(path: str, is_offloaded: bool) -> dict[str, Any]:
     from rlrecipes.batching.grid import build_grid
     from rlrecipes.engines.megatron.rank import TrainerRank
 
-    objective = partial(compute_policy_objective, clip_low=0.2, clip_high=0.28)
+    objective = partial(
+        compute_policy_objective,
+        clip_low=0.2,
+        clip_high=0.28,
+        dual_clip=None,
+        kl_coef_in_loss=0.0,
+        kl_estimator="k3",
+        entropy_coef=0.0,
+    )
     trainer = build_trainer_node(SINGLE, device="cuda")
     torch.zeros(1, device="cuda")
     rank = TrainerRank(trainer, build_large_node(), rank=0, master_address="127.0.0.1", master_port=find_free_port())
