@@ -46,6 +46,7 @@ check: $(STAMP) ## lint, types, import rules, spelling
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	@! find tests -name 'test_*.py' -printf '%f\n' | sort | uniq -d | grep . || { echo "two test files of one name: no process can import both"; exit 1; }
 	$(BIN)/codespell rlrecipes conf docs benchmarks tools README.md CONTRIBUTING.md CHANGELOG.md
 
 fmt: $(STAMP) ## format the code
