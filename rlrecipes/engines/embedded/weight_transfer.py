@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tenacity import retry, retry_if_exception_message, stop_after_attempt
 from torch.distributed import HashStore, PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.reductions import rebuild_storage_filename
 
+from rlrecipes.weight_sync.handles import retry_slow_sharing
+
 NamedTensors = list[tuple[str, torch.Tensor]]
 
 FLATTENED_BUCKET = "flattened_bucket"
-_NUM_SHARING_ATTEMPTS = 30
 
 
 class TransferError(ValueError):
@@ -74,13 +74,8 @@ _ALLOWED = {
 }
 
 
-@retry(
-    retry=retry_if_exception_message(match="Shared memory manager connection has timed out"),
-    stop=stop_after_attempt(_NUM_SHARING_ATTEMPTS),
-    reraise=True,
-)
+@retry_slow_sharing
 def _rebuild_patiently(*arguments: Any) -> Any:
-    """Torch waits one second for the process that keeps shared memory; on a busy host that is not enough."""
     return rebuild_storage_filename(*arguments)  # type: ignore[no-untyped-call]
 
 
