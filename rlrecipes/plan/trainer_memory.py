@@ -101,7 +101,7 @@ def _compute_stage(
         "context": constants.cuda_context_bytes + constants.trainer_workspace_bytes,
         "nccl": constants.nccl_group_bytes * _count_groups(inputs.parallel),
     }
-    state, host_bytes = _compute_state(inputs, counts, is_last=is_last)
+    state, gradients, host_bytes = _compute_state(inputs, counts, is_last=is_last)
     held = base | state
     frozen = _count_frozen(inputs) * counts.total * inputs.dtype_bytes
     logits = _compute_logit_numbers(inputs) * inputs.dtype_bytes if is_last else 0.0
@@ -127,12 +127,12 @@ def _compute_stage(
         "train": {"activations": train * scale, "logits": 2 * logits},  # and their gradient
     }
     if is_offloaded:
-        host_bytes += sum(state.values()) - _compute_gradients(inputs, counts, is_last=is_last)  # these are not kept
+        host_bytes += sum(state.values()) - gradients  # these are not kept
     return StageMemory(stage, fixed, per_token, host_bytes + frozen)
 
 
-def _compute_state(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> tuple[Parts, float]:
-    """Weights, gradients and optimizer state of policy and critic; and what lies in the host instead."""
+def _compute_state(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> tuple[Parts, float, float]:
+    """Weights, gradients and optimizer state of policy and critic; gradients of both; what lies in the host instead."""
     parallel, dtype_bytes = inputs.parallel, inputs.dtype_bytes
     gradient = compute_gradient_bytes(parallel, dtype_bytes)
     optimizer = compute_optimizer_bytes(counts, parallel, dtype_bytes)
@@ -142,20 +142,14 @@ def _compute_state(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> 
         "gradients": float(counts.total * gradient),
         "optimizer": 0.0 if is_on_host else optimizer,
     }
-    host = optimizer if is_on_host else 0.0
+    gradients, host = parts["gradients"], optimizer if is_on_host else 0.0
     if isinstance(inputs.algo, RlConfig) and inputs.algo.critic is not None:
         critic = _count_critic(inputs, counts, is_last=is_last)
         optimizer = compute_optimizer_bytes(critic, parallel, dtype_bytes)
         parts["critic"] = critic.total * (dtype_bytes + gradient) + (0.0 if is_on_host else optimizer)
+        gradients += critic.total * gradient
         host += optimizer if is_on_host else 0.0
-    return parts, host
-
-
-def _compute_gradients(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> float:
-    """Of policy and critic."""
-    has_critic = isinstance(inputs.algo, RlConfig) and inputs.algo.critic is not None
-    total = counts.total + (_count_critic(inputs, counts, is_last=is_last).total if has_critic else 0)
-    return float(total * compute_gradient_bytes(inputs.parallel, inputs.dtype_bytes))
+    return parts, gradients, host
 
 
 def _count_critic(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> RankCounts:
