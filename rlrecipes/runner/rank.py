@@ -185,8 +185,9 @@ class RankWorker:
         if self._rank != sources[0]:
             self._help(sources, handles)
             return {}, 0
-        tee = ChecksumTee(self.trainer.iter_hf_tensors())
-        tensors = iter(tee) if should_hash else self.trainer.iter_hf_tensors()
+        own = self.trainer.iter_hf_tensors()
+        tee = ChecksumTee(own)
+        tensors = iter(tee) if should_hash else own
         transport = (handles or self._transport) if should_send else None
         sending = _send_all(tensors, transport, self._plan.weight_sync.bucket_bytes)
         num_bytes = self._loop.run_until_complete(sending)
