@@ -211,7 +211,7 @@ def test_a_broken_recipe_is_refused_in_words_or_runs_by_the_rules(name):
     check()
 
 
-@settings(max_examples=NUM_CASES // 400, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=NUM_CASES // 200, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(st.data())
 def test_overrides_of_a_command_line_end_the_same_way(data):
     """The same through Hydra: groups, ``k=``, ``+k=``, ``++k=``, ``~k``, and what no grammar knows."""
