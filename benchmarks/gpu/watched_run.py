@@ -3,13 +3,12 @@ trainer's log probabilities lie from the engine's.
 
 What the scripts beside this one share. Run as a program it is the run itself::
 
-    python benchmarks/gpu/watched_run.py DIRECTORY train|run override ...
+    python benchmarks/gpu/watched_run.py DIRECTORY [--no-comparison] train|run override ...
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import json
 import os
@@ -23,6 +22,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pynvml
 
 ROOT = Path(__file__).resolve().parents[2]
 POSITIONS = (0, 8, 16, 32, 64, 96, 128)
@@ -46,37 +47,7 @@ MEMORY = "memory.jsonl"
 DIFFERENCES = "differences.jsonl"
 SAMPLE_INTERVAL_S = 0.02
 LOG_LINES = 25
-
-
-class Nvml:
-    """Memory in use on one GPU, as the driver counts it.
-
-    Args:
-        index: of the GPU.
-
-    Raises:
-        OSError: there is no NVML, or no such GPU.
-    """
-
-    class _Memory(ctypes.Structure):
-        _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
-
-    def __init__(self, index: int) -> None:
-        self._library = ctypes.CDLL("libnvidia-ml.so.1")
-        self._device = ctypes.c_void_p()
-        self._check(self._library.nvmlInit_v2())
-        self._check(self._library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(self._device)))
-
-    @staticmethod
-    def _check(code: int) -> None:
-        if code:
-            raise OSError(f"NVML answers {code}")
-
-    def read_mib(self) -> float:
-        """MiB in use by all processes."""
-        memory = self._Memory()
-        self._check(self._library.nvmlDeviceGetMemoryInfo(self._device, ctypes.byref(memory)))
-        return float(memory.used) / (1 << 20)
+NO_COMPARISON = "--no-comparison"
 
 
 class Recorder:
@@ -115,14 +86,12 @@ def wrap(owner: Any, name: str, phase: str, recorder: Recorder) -> None:
 def run_inside(directory: Path, words: list[str]) -> None:
     """What the command line does with these words, with every phase noted."""
     from rlrecipes.cli.main import main
-    from rlrecipes.plan.hosts import read_local_host
-    from rlrecipes.runner import run
 
-    if not read_local_host().node.num_gpus:
-        print("note: /proc lists no GPU here; whether the Plan's cluster is this machine is not checked", flush=True)
-        run.check_is_here = lambda plan: None  # type: ignore[attr-defined]
     note_phases(Recorder(directory / PHASES))
-    note_differences(Recorder(directory / DIFFERENCES), Recorder(directory / PHASES))
+    if words[0] == NO_COMPARISON:
+        words = words[1:]
+    else:
+        note_differences(Recorder(directory / DIFFERENCES), Recorder(directory / PHASES))
     sys.argv = ["rlrecipes", *words]
     main()
 
@@ -198,12 +167,14 @@ class WatchedRun:
     Attributes:
         code: exit code; None where it ran past its limit and was stopped.
         output: what it printed.
+        started_s: when it began, seconds since 1970, as PHASES has it.
         time_s: seconds it took.
         directory: of what was noted; read_lines reads PHASES, MEMORY and DIFFERENCES there.
     """
 
     code: int | None
     output: str
+    started_s: float
     time_s: float
     directory: Path
 
@@ -213,14 +184,21 @@ class WatchedRun:
         return f"the run {ended} after {self.time_s:.0f} s; everything is in {self.directory}"
 
 
-def watch(words: list[str], directory: Path, timeout_s: float, gpus: Sequence[int] = (0,)) -> WatchedRun:
+def watch(
+    words: list[str],
+    directory: Path,
+    timeout_s: float,
+    gpus: Sequence[int] = (0,),
+    program: Sequence[str] = (str(Path(__file__).resolve()),),
+) -> WatchedRun:
     """Run ``rlrecipes`` to its end, or to the limit; memory is sampled meanwhile.
 
     Args:
-        words: of the command line: the verb and its overrides.
+        words: of the command line: the verb and its overrides, after NO_COMPARISON where the run is timed as a whole.
         directory: for what is noted; made if missing.
         timeout_s: seconds; then the run is told to end, and killed if it does not.
         gpus: whose memory is read, and the only ones that the run sees.
+        program: script, and its own first words, that is given the directory and the words; it calls run_inside.
     """
     directory.mkdir(parents=True, exist_ok=True)
     stop = threading.Event()
@@ -231,8 +209,8 @@ def watch(words: list[str], directory: Path, timeout_s: float, gpus: Sequence[in
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
     }
-    command = [sys.executable, str(Path(__file__).resolve()), str(directory), *words]
-    started_s = time.monotonic()
+    command = [sys.executable, *program, str(directory), *words]
+    started_s = time.time()
     with output.open("w") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -242,10 +220,10 @@ def watch(words: list[str], directory: Path, timeout_s: float, gpus: Sequence[in
         except subprocess.TimeoutExpired:
             code = None
             end(process)
-    time_s = time.monotonic() - started_s
+    time_s = time.time() - started_s
     stop.set()
     sampler.join(2)
-    return WatchedRun(code, output.read_text(errors="replace"), time_s, directory)
+    return WatchedRun(code, output.read_text(errors="replace"), started_s, time_s, directory)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -265,11 +243,21 @@ def sample_memory(directory: Path, stop: threading.Event, gpus: Sequence[int]) -
     """MiB in use on each GPU, every SAMPLE_INTERVAL_S, until told to stop."""
     recorder = Recorder(directory / MEMORY)
     try:
-        readers = [Nvml(index) for index in gpus]
         while not stop.wait(SAMPLE_INTERVAL_S):
-            recorder.tell(at_s=time.time(), used_mib=[round(reader.read_mib(), 1) for reader in readers])
-    except OSError as error:
+            recorder.tell(at_s=time.time(), used_mib=[round(read_used_mib(index), 1) for index in gpus])
+    except pynvml.NVMLError as error:
         recorder.tell(error=f"no memory is known: {error}")
+
+
+def read_used_mib(gpu: int) -> float:
+    """MiB in use on a GPU by all processes, as the driver counts it.
+
+    Raises:
+        pynvml.NVMLError: there is no driver, or no such GPU.
+    """
+    pynvml.nvmlInit()
+    used: int = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).used
+    return used / (1 << 20)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

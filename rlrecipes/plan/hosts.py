@@ -1,4 +1,4 @@
-"""This machine: cores, memory, GPUs, free disk. Asks the operating system only, no GPU library."""
+"""This machine: cores, memory, GPUs, free disk. Asks the operating system and NVIDIA's driver; no CUDA, no torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlrecipes.plan.nodes import HostNode
+from rlrecipes.plan.nvml import Gpu, read_gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,6 @@ class FoundHost:
     gpu_names: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Gpu:
-    name: str
-    uuid: str
-
-
 def read_local_host(root: Path = Path("/")) -> FoundHost:
     """What a process started here may use.
 
@@ -38,8 +33,11 @@ def read_local_host(root: Path = Path("/")) -> FoundHost:
 
     Args:
         root: where /proc and /sys lie.
+
+    Raises:
+        ConfigError: it has GPUs, and their driver does not answer.
     """
-    gpus = _select_visible(_read_gpus(root), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = read_visible_gpus()
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # macOS has no affinity
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -52,6 +50,16 @@ def read_local_host(root: Path = Path("/")) -> FoundHost:
     return FoundHost(node, tuple(dict.fromkeys(gpu.name for gpu in gpus)))
 
 
+def read_visible_gpus() -> list[Gpu]:
+    """The GPUs that a process started here may use, in the order in which it counts them.
+
+    Raises:
+        ConfigError: their driver does not answer.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [] if visible == "" else _select_visible(read_gpus(), visible)
+
+
 def read_free_disk(path: Path) -> int:
     """Bytes that a user may still write under a directory, which need not exist yet.
 
@@ -62,16 +70,7 @@ def read_free_disk(path: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def _read_gpus(root: Path) -> list[_Gpu]:
-    gpus = []
-    for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
-        lines = (line.partition(":") for line in file.read_text(encoding="utf-8").splitlines())
-        facts = {key.strip(): value.strip() for key, _, value in lines}
-        gpus.append(_Gpu(facts.get("Model", "unnamed"), facts.get("GPU UUID", "")))
-    return gpus
-
-
-def _select_visible(gpus: Sequence[_Gpu], visible: str | None) -> list[_Gpu]:
+def _select_visible(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
     """As CUDA reads ``CUDA_VISIBLE_DEVICES``: indices or starts of UUIDs, up to the first that names nothing."""
     if visible is None:
         return list(gpus)
@@ -80,7 +79,7 @@ def _select_visible(gpus: Sequence[_Gpu], visible: str | None) -> list[_Gpu]:
         if word.isdecimal() and int(word) < len(gpus):
             chosen.append(gpus[int(word)])
         elif word.startswith("MIG-"):
-            chosen.append(_Gpu("a MIG slice", word))
+            chosen.append(Gpu("a MIG slice", word))
         elif word.startswith("GPU-") and (same := [gpu for gpu in gpus if gpu.uuid.startswith(word)]):
             chosen.append(same[0])
         else:

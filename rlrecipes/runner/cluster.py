@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -30,6 +31,10 @@ _START_TIMEOUT_S = 180.0
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 60.0
 _ACCELERATOR = "accelerator_type:"
+_OUT_OF_MEMORY = re.compile(r"(?i)out[ _]of[ _]memory|CUBLAS_STATUS_ALLOC_FAILED")
+_ADVICE = " If reserved but unallocated memory is large"
+"""Where torch's own message begins to say what may help; before it stands who holds how much."""
+_COMPUTING = ("train_step", "critic_step", "compute_logprobs", "compute_values", "compute_teacher_topk")
 
 
 class TrainerGroup:
@@ -123,10 +128,23 @@ class TrainerGroup:
             if isinstance(error.cause, RecipeError):
                 return error.cause
             cause = error.cause
+            if self._plan.trainer.device == "cuda" and _OUT_OF_MEMORY.search(str(cause)):
+                says = " ".join(str(cause).partition(_ADVICE)[0].split())
+                return TrainerError(where, f"out of GPU memory in {method}: {says}", self._to_memory_fix(method))
             return TrainerError(where, f"{method} raised {type(cause).__name__}: {cause}", fix)
         if isinstance(error, RayActorError):
-            return TrainerError(where, f"its process died during {method}; it last said: {read_log_tail(log)}", fix)
+            tail = "\n".join(f"        {line}" for line in read_log_tail(log).splitlines())
+            return TrainerError(where, f"its process died during {method}; the end of {log}:\n{tail}", fix)
         return TrainerError(where, f"{method} failed: {type(error).__name__}: {error}", fix)
+
+    def _to_memory_fix(self, method: str) -> str:
+        """What an activation may be made of, or who else may hold the memory; none of it changes what is learned."""
+        if method not in _COMPUTING:
+            return "end other processes on the GPU, or give engines less (mem_fraction_static), then rerun to resume"
+        trainer = self._plan.trainer
+        tokens = f"lower parallel.max_tokens_per_micro_batch ({trainer.max_tokens_per_micro_batch})"
+        recompute = "" if trainer.recompute_granularity == "full" else ", set parallel.recompute_granularity=full"
+        return f"{tokens}{recompute}, or end other processes on the GPU; then rerun to resume from the last checkpoint"
 
     async def close(self) -> None:
         """Stop every rank and Ray; never raises, never hangs."""

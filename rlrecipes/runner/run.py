@@ -31,6 +31,7 @@ from rlrecipes.runner.faults import RunLock, StopRequest
 from rlrecipes.runner.loop import Loop, Parts
 from rlrecipes.runner.preparation import run_preparation, write_tasks
 from rlrecipes.runner.rank import is_sent_by_all
+from rlrecipes.runner.readiness import check_is_ready
 from rlrecipes.runner.servers import Engine, Serving
 from rlrecipes.runner.training import Learner, build_objective
 from rlrecipes.runner.turns import GpuTurns
@@ -76,6 +77,7 @@ def run_plan(plan: Plan) -> RunResult:
         store = CheckpointStore(run_dir, plan.schedule.num_kept_checkpoints)
         checkpoint, state = _find_resume_point(plan, store)
         if state is None or not _is_finished(plan, state):
+            check_is_ready(plan)
             clients = ServedClients(plan)
             reward = build_plan_reward(plan, clients)
             build_objective(plan)  # a loss of the user's own that cannot be imported is told before anything starts
@@ -198,21 +200,29 @@ async def _start_processes(
     stop.install()
     if serving is not None:
         stack.push_async_callback(serving.close)
+        await stack.enter_async_context(serving.naming_deaths())
         serving.launch()  # engines come up while Ray and the trainers do
     trainers = TrainerGroup(plan, Path(plan.run_dir) / "logs")
     stack.push_async_callback(trainers.close)
     turns = GpuTurns(plan, trainers, serving)
     await trainers.launch()
-    if serving is not None and plan.should_offload_engines:
-        # An engine takes a share of what it finds free: trainers come when it has given that back.
+    are_engines_first = _share_gpus(plan)
+    if serving is not None and are_engines_first:
+        # An engine takes a share of what it finds free: trainers come when it has, and has given back what it will.
         await stop.run(serving.wait_until_ready())
         await stop.run(turns.put_engines_to_sleep())
     await stop.run(_start_trainers(plan, trainers, checkpoint))
     if serving is not None:
-        if not plan.should_offload_engines:
+        if not are_engines_first:
             await stop.run(serving.wait_until_ready())
         await stop.run(_connect(trainers, plan, serving.updated_engines))
     return serving, trainers, turns
+
+
+def _share_gpus(plan: Plan) -> bool:
+    groups = [group for model in plan.served_models for group in model.server_groups]
+    is_shared = plan.trainer.device == "cuda" and any(group.placement == "colocated" for group in groups)
+    return is_shared or plan.should_offload_engines
 
 
 async def _start_trainers(plan: Plan, trainers: TrainerGroup, checkpoint: Path | None) -> None:
@@ -277,6 +287,7 @@ def run_held_out_evaluation(plan: Plan) -> EvaluationResult:
     if plan.model.is_random:
         problem = "the recipe's model has random weights: there is nothing to measure"
         raise ConfigError("model.path", problem, f"train first, then give model=hf model.path={plan.run_dir}/hf")
+    check_is_ready(plan, should_train=False)
     clients = ServedClients(plan)
     reward = build_plan_reward(plan, clients)
     write_tasks(plan)
@@ -290,6 +301,7 @@ async def _evaluate(plan: Plan, inputs: Inputs) -> EvaluationResult:
     async with AsyncExitStack() as stack:
         serving = Serving(plan, print)
         stack.push_async_callback(serving.close)
+        await stack.enter_async_context(serving.naming_deaths())
         serving.launch()
         await stop.run(serving.wait_until_ready())
         await inputs.clients.open(serving.router_url, stack)

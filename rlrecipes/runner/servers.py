@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +21,14 @@ from rlrecipes.engines.sglang.process import (
     wait_until_joined,
     wait_until_workers,
 )
-from rlrecipes.errors import EngineError
+from rlrecipes.errors import EngineError, WeightSyncError
 from rlrecipes.plan.nodes import POLICY, DeviceNode, Plan, ProcessNode, ServedModelNode
 
 _HOST = "127.0.0.1"
 _ROUTERS_FILE = "routers.json"
+_DEATH_S = 3.0
+"""A server that dies drops its callers a moment before it has ended."""
+_POLL_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +246,22 @@ class Serving:
         """
         for model in self._models.values():
             model.check_alive()
+
+    @contextlib.asynccontextmanager
+    async def naming_deaths(self) -> AsyncIterator[None]:
+        """Say which process died, where a call has failed because one did.
+
+        Raises:
+            EngineError: in place of an error of an engine or a sync: with the end of the dead process's log.
+        """
+        try:
+            yield
+        except (EngineError, WeightSyncError):
+            deadline = time.monotonic() + _DEATH_S
+            while time.monotonic() < deadline:
+                self.check_alive()
+                await asyncio.sleep(_POLL_INTERVAL_S)
+            raise
 
     @property
     def policy_engines(self) -> list[Engine]:

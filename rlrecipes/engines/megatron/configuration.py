@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 from typing import Any
 
@@ -21,17 +20,13 @@ from rlrecipes.engines.megatron.attention import use_packed_rope
 from rlrecipes.errors import ConfigError, Problem
 from rlrecipes.plan.native import MEGATRON_OWNED
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
+from rlrecipes.plan.packages import find_missing_packages, uses_transformer_engine
 from rlrecipes.suggest import did_you_mean
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 """What torch and Transformer Engine ask for, each refusing to be deterministic without; read when first used."""
 _KINDS = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
-
-
-def uses_transformer_engine(trainer: TrainerNode) -> bool:
-    """Whether layers come from Transformer Engine: on CUDA, unless ``parallel.megatron.transformer_impl`` is local."""
-    return trainer.device == "cuda" and trainer.megatron.get("transformer_impl") != "local"
 
 
 def to_megatron_num_chunks(trainer: TrainerNode) -> int | None:
@@ -165,33 +160,6 @@ def check_native(native: dict[str, Any]) -> None:
         raise ConfigError.from_problems(problems)
 
 
-def _check_implementation(trainer: TrainerNode) -> None:
-    """Refuse layers that are not to be had here, before Megatron fails inside one of them.
-
-    Raises:
-        ConfigError: all that is wrong.
-    """
-    where, native = "parallel.megatron.transformer_impl", trainer.megatron
-    asked = native.get("transformer_impl")
-    problems = []
-    if asked == "inference_optimized":
-        problems.append(Problem(where, "inference_optimized cannot train", "set transformer_engine or local"))
-    elif asked == "transformer_engine" and trainer.device == "cpu":
-        problems.append(Problem(where, "Transformer Engine needs a GPU", "set local, or topology.device=cuda"))
-    elif uses_transformer_engine(trainer) and not _is_installed("transformer_engine"):
-        problem, fix = "Transformer Engine is not installed", "install transformer-engine[pytorch], or set local"
-        problems.append(Problem(where, problem, fix))
-    if native.get("gradient_accumulation_fusion") and not _is_installed("fused_weight_gradient_mlp_cuda"):
-        problem, fix = "needs APEX built with --cuda_ext, which is not installed", "install it, or set it false"
-        problems.append(Problem("parallel.megatron.gradient_accumulation_fusion", problem, fix))
-    if problems:
-        raise ConfigError.from_problems(problems)
-
-
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
 def _build[Config](kind: type[Config], trainer: TrainerNode, taken: dict[str, Any], defaults: dict[str, Any]) -> Config:
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     native = {name: value for name, value in trainer.megatron.items() if name in fields}
@@ -215,7 +183,8 @@ def build_transformer_config(model: ModelNode, trainer: TrainerNode) -> Transfor
             Megatron refuses the combination.
     """
     check_native(trainer.megatron)
-    _check_implementation(trainer)
+    if problems := list(find_missing_packages(trainer)):
+        raise ConfigError.from_problems(problems)  # before Megatron fails inside one of them
     if not uses_transformer_engine(trainer):
         use_packed_rope()
     if trainer.is_deterministic and trainer.device == "cuda":
@@ -235,10 +204,6 @@ def build_optimizer_config(trainer: TrainerNode, optim: OptimConfig, dtype: torc
     Raises:
         ConfigError: Megatron refuses the combination.
     """
-    # Without it the norm would be one of bfloat16.
-    if trainer.optimizer_cpu_offload and not (trainer.device == "cuda" and _is_installed("transformer_engine")):
-        problem, fix = "needs Transformer Engine, which is not installed", "install it, or set it false"
-        raise ConfigError("parallel.optimizer_cpu_offload", problem, fix)
     taken = _optimizer_fields(trainer, optim, dtype)
     return _build(OptimizerConfig, trainer, taken, _optimizer_default_fields(trainer))
 

@@ -11,8 +11,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlrecipes.engines.megatron.attention import PackedAttention
-from rlrecipes.engines.megatron.configuration import DTYPES, uses_transformer_engine
+from rlrecipes.engines.megatron.configuration import DTYPES
 from rlrecipes.plan.nodes import ModelNode, TrainerNode
+from rlrecipes.plan.packages import uses_transformer_engine
 from rlrecipes.plan.parameters import compute_padded_vocab_size
 
 

@@ -45,8 +45,16 @@ _KNOWN_CAUSES = (
     (r"No module named '?sglang", "this interpreter has no SGLang: run `make sglang`, or give one that has"),
     (r"^cannot start ", "give the path of an existing interpreter"),
     (
-        r"(?i)out of memory|Not enough memory|OOM killer",
+        r"Not enough memory.*increase --mem-fraction-static",
+        "its KV cache has no room: raise mem_fraction_static, or end other processes on its GPUs",
+    ),
+    (
+        r"(?i)out[ _]of[ _]memory|OOM killer",
         "give the engine's KV cache less memory (max_total_tokens, mem_fraction_static)",
+    ),
+    (
+        r"(?s)crashed with exit code -9\b|\Aended with exit code 137\b(?!.*SIGQUIT)",  # SGLang ends itself so too
+        "it was killed, by the host's OOM killer or by hand: free memory of the host, then rerun",
     ),
     (r"unrecognized arguments|invalid choice", "correct the option; the engine's own names are passed through"),
 )
@@ -206,7 +214,7 @@ class ServerProcess:
 
     def _error(self, what: str) -> EngineError:
         tail = read_log_tail(self.log_path, self._log_offset_bytes)
-        fixes = (fix for pattern, fix in _KNOWN_CAUSES if re.search(pattern, tail, re.MULTILINE))
+        fixes = (fix for pattern, fix in _KNOWN_CAUSES if re.search(pattern, f"{what}\n{tail}", re.MULTILINE))
         indented = "\n".join(f"        {line}" for line in tail.splitlines())
         problem = f"{what}; the end of {self.log_path}:\n{indented}"
         return EngineError(f"engine {self.name}", problem, next(fixes, f"read {self.log_path}"))

@@ -17,9 +17,11 @@ from rlrecipes.config.compose import compose
 from rlrecipes.config.schema import GpuConfig
 from rlrecipes.errors import ConfigError
 from rlrecipes.plan import cluster as cluster_module
+from rlrecipes.plan import hosts
 from rlrecipes.plan.cluster import check_is_here, find_gpus, read_cluster
 from rlrecipes.plan.hosts import FoundHost, read_free_disk, read_local_host
 from rlrecipes.plan.nodes import HostNode, load_plan
+from rlrecipes.plan.nvml import Gpu
 from rlrecipes.plan.resolve import resolve
 from rlrecipes.plan.slurm import parse_nodes, read_slurm_hosts
 from rlrecipes.runner.resolution import resolve_recipe
@@ -184,22 +186,6 @@ def test_gpus_of_two_kinds_are_refused():
 # --- this machine ---
 
 
-@pytest.fixture
-def root(tmp_path, monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for index in range(3):
-        directory = tmp_path / f"proc/driver/nvidia/gpus/0000:0{index}:00.0"
-        directory.mkdir(parents=True)
-        lines = [
-            "Model: \t\t NVIDIA H200",
-            "IRQ:   \t\t 41",
-            f"GPU UUID: \t GPU-{index}8ee57ef-be14",
-            "Bus Type: \t PCIe",
-        ]
-        (directory / "information").write_text("\n".join(lines) + "\n")
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     ("visible", "num_gpus", "names"),
     [
@@ -215,10 +201,13 @@ def root(tmp_path, monkeypatch):
         ("MIG-1234", 1, ("a MIG slice",)),
     ],
 )
-def test_gpus_are_those_that_cuda_would_show(root, monkeypatch, visible, num_gpus, names):
+def test_gpus_are_those_that_cuda_would_show(monkeypatch, visible, num_gpus, names):
+    gpus = [Gpu("NVIDIA H200", f"GPU-{index}8ee57ef-be14", index) for index in range(3)]
+    monkeypatch.setattr(hosts, "read_gpus", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    host = read_local_host(root)
+    host = read_local_host()
     assert (host.node.num_gpus, host.gpu_names) == (num_gpus, names)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rlrecipes.config.compose import compose
-from rlrecipes.engines.megatron import configuration
 from rlrecipes.engines.megatron.configuration import build_transformer_config
 from rlrecipes.errors import ConfigError
+from rlrecipes.plan import packages
 from rlrecipes.plan.nodes import HostNode, ModelNode, TrainerNode
 from rlrecipes.plan.resolve import resolve
 
@@ -48,7 +48,7 @@ def build(nodes: tuple[ModelNode, TrainerNode], device: str, **native: Any) -> A
 def test_layers_that_are_not_to_be_had_are_one_clear_line(
     nodes: Any, device: str, native: dict[str, Any], where: str, problem: str, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(configuration, "_is_installed", lambda module: False)
+    monkeypatch.setattr(packages, "is_installed", lambda module: False)
     with pytest.raises(ConfigError) as refused:
         build(nodes, device, **native)
     (found,) = refused.value.problems
@@ -69,7 +69,7 @@ def test_the_recipe_chooses_and_every_choice_packs(nodes: Any, monkeypatch: pyte
 
     def kernel() -> None: ...
 
-    monkeypatch.setattr(configuration, "_is_installed", lambda module: True)
+    monkeypatch.setattr(packages, "is_installed", lambda module: True)
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", kernel)
     fused = build(nodes, "cuda")
     assert (fused.transformer_impl, fused.persist_layer_norm, fused.apply_rope_fusion) == (

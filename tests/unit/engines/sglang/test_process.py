@@ -171,12 +171,22 @@ def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
     assert "fix: give the path of a directory that holds config.json" in message
 
 
+@pytest.mark.parametrize(("says", "fix"), [("loading", "it was killed"), ("SIGQUIT received.", "read ")])
+def test_a_killed_server_is_not_one_that_ended_itself_so(tmp_path: Path, says: str, fix: str) -> None:
+    code = f"import os; print({says!r}, flush=True); os.kill(os.getpid(), 9)"
+    assert f"fix: {fix}" in ready_error(launch(tmp_path, code))
+
+
 @pytest.mark.parametrize(
     ("says", "fix"),
     [
         ("OSError: [Errno 98] error while attempting to bind: address already in use", "its port was taken"),
         ("ModuleNotFoundError: No module named 'sglang'", "this interpreter has no SGLang"),
         ("server: error: unrecognized arguments: --x", "correct the option"),
+        ("[torch_memory_saver.cpp] CUresult error: 2 out of memory  file=core.cpp", "give the engine's KV cache less"),
+        ("torch_memory_saver: cuMemCreate CUDA_ERROR_OUT_OF_MEMORY", "give the engine's KV cache less memory"),
+        ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", "its KV cache has no room"),
+        ("Subprocess scheduler_0 (pid=7) crashed with exit code -9. Triggering SIGQUIT", "it was killed"),
         ("something else", "read "),
     ],
 )
