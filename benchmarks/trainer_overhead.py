@@ -10,45 +10,36 @@ temperature, entropy, a clipped policy objective, metrics and the checks for fin
 from __future__ import annotations
 
 import argparse
-import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from gpu.bare_trainer import build_model_node, build_objective, build_trainer_node, start_rank
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from rlrecipes.algos.objective import compute_policy_objective
 from rlrecipes.batching.grid import build_grid
-from rlrecipes.config.schema import ModelShapes, OptimConfig
 from rlrecipes.engines.megatron.initial import run_write_random_model
 from rlrecipes.engines.megatron.rank import TrainerRank
-from rlrecipes.plan.nodes import DeviceNode, ModelNode, TrainerNode
+from rlrecipes.plan.nodes import ModelNode
 from rlrecipes.types import MicroBatch, Sample
 
-OBJECTIVE = partial(
-    compute_policy_objective,
-    clip_low=0.2,
-    clip_high=0.28,
-    dual_clip=None,
-    kl_coef_in_loss=0.0,
-    kl_estimator="k3",
-    entropy_coef=0.0,
-)
 MODELS = {
     "4 layers x 128, vocabulary 32": {"num_layers": 4, "hidden_size": 128, "vocab_size": 32},
     "8 layers x 256, vocabulary 16000": {"num_layers": 8, "hidden_size": 256, "vocab_size": 16000},
 }
 
 
-def build_model_node(num_layers: int, hidden_size: int, vocab_size: int) -> ModelNode:
-    shapes = ModelShapes(
+def build_qwen(num_layers: int, hidden_size: int, vocab_size: int) -> ModelNode:
+    node: ModelNode = build_model_node(
+        "benchmark",
+        "qwen3",
+        "float32",
         num_layers=num_layers,
         hidden_size=hidden_size,
         ffn_hidden_size=3 * hidden_size,
@@ -60,63 +51,8 @@ def build_model_node(num_layers: int, hidden_size: int, vocab_size: int) -> Mode
         norm_epsilon=1e-6,
         max_position_embeddings=512,
         qk_layernorm=True,
-        add_qkv_bias=False,
-        untie_embeddings_and_output_weights=False,
     )
-    return ModelNode(
-        name="benchmark",
-        family="qwen3",
-        path="",
-        is_random=True,
-        init_seed=0,
-        alphabet=None,
-        shapes=shapes,
-        dtype="float32",
-        num_parameters=0,
-        flops_per_token=0.0,
-    )
-
-
-def build_trainer_node(num_threads: int) -> TrainerNode:
-    optim = OptimConfig(
-        lr=1e-5,
-        min_lr=1e-5,
-        lr_decay_style="constant",
-        num_warmup_train_steps=0,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        adam_eps=1e-8,
-        weight_decay=0.1,
-        clip_grad=1.0,
-    )
-    return TrainerNode(
-        device="cpu",
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        virtual_pipeline_model_parallel_size=None,
-        context_parallel_size=1,
-        data_parallel_size=1,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=1,
-        sequence_parallel=False,
-        recompute_granularity=None,
-        recompute_method=None,
-        recompute_num_layers=None,
-        recompute_modules=(),
-        optimizer_cpu_offload=False,
-        max_tokens_per_micro_batch=2048,
-        num_threads=num_threads,
-        is_deterministic=False,
-        needs_reference=False,
-        seed=0,
-        temperature=1.0,
-        num_train_steps_total=1000,
-        optim=optim,
-        teacher_path=None,
-        critic=None,
-        megatron={},
-        devices=(DeviceNode(node=0, gpu=None),),
-    )
+    return node
 
 
 def build_micro_batches(num_tokens: int, vocab_size: int) -> list[MicroBatch]:
@@ -184,17 +120,14 @@ def build_bare_step(rank: TrainerRank, micro_batches: list[MicroBatch]) -> Calla
 
 
 def measure(name: str, sizes: dict[str, int], num_rounds: int, num_threads: int) -> None:
-    node = build_model_node(**sizes)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    rank = TrainerRank(build_trainer_node(num_threads), node, rank=0, master_address="127.0.0.1", master_port=port)
+    node, objective = build_qwen(**sizes), build_objective()
+    rank = start_rank(build_trainer_node("cpu", max_tokens_per_micro_batch=2048, num_threads=num_threads), node)
     with tempfile.TemporaryDirectory() as directory:
         run_write_random_model(node, Path(directory) / "hf")
         rank.load_hf(Path(directory) / "hf")
     micro_batches = build_micro_batches(3400, node.shapes.vocab_size)
     num_tokens = sum(int(micro.cu_seqlens[-1]) for micro in micro_batches)
-    loops = {"bare": build_bare_step(rank, micro_batches), "ours": lambda: rank.train_step(micro_batches, OBJECTIVE)}
+    loops = {"bare": build_bare_step(rank, micro_batches), "ours": lambda: rank.train_step(micro_batches, objective)}
     times: dict[str, list[float]] = {loop: [] for loop in loops}
     for number in range(num_rounds + 3):
         for loop in sorted(loops, reverse=bool(number % 2)):

@@ -21,7 +21,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,15 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from bare_trainer import (
+    build_micro_batches,
+    build_model_node,
+    build_objective,
+    build_trainer_node,
+    draw_weights,
+    start_rank,
+)
 
 PEAK_FLOPS = 989e12
 LENGTHS = (2048, 1536, 1536, 1024, 1024, 512, 512)
@@ -99,12 +107,11 @@ VARIANTS = {
 # ---- in the process of one variant
 
 
-def build_model_node(is_tiny: bool) -> Any:
-    from rlrecipes.config.schema import ModelShapes
-    from rlrecipes.plan.nodes import ModelNode
-    from rlrecipes.plan.parameters import compute_flops_per_token, compute_num_parameters
-
-    shapes = ModelShapes(
+def build_llama(is_tiny: bool) -> Any:
+    return build_model_node(
+        "llama_1b",
+        "llama",
+        "float32" if is_tiny else "bfloat16",
         num_layers=2 if is_tiny else 16,
         hidden_size=64 if is_tiny else 2048,
         ffn_hidden_size=128 if is_tiny else 8192,
@@ -115,102 +122,7 @@ def build_model_node(is_tiny: bool) -> Any:
         rotary_base=500000.0,
         norm_epsilon=1e-5,
         max_position_embeddings=131072,
-        qk_layernorm=False,
-        add_qkv_bias=False,
-        untie_embeddings_and_output_weights=False,
     )
-    return ModelNode(
-        name="llama_1b",
-        family="llama",
-        path="",
-        is_random=True,
-        init_seed=0,
-        alphabet=None,
-        shapes=shapes,
-        dtype="float32" if is_tiny else "bfloat16",
-        num_parameters=compute_num_parameters(shapes),
-        flops_per_token=compute_flops_per_token(shapes),
-    )
-
-
-def build_trainer_node(variant: Variant, device: str) -> Any:
-    from rlrecipes.config.schema import OptimConfig
-    from rlrecipes.plan.nodes import DeviceNode, TrainerNode
-
-    optim = OptimConfig(
-        lr=1e-6,
-        min_lr=1e-6,
-        lr_decay_style="constant",
-        num_warmup_train_steps=0,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        adam_eps=1e-8,
-        weight_decay=0.1,
-        clip_grad=1.0,
-    )
-    fields = {
-        "device": device,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-        "context_parallel_size": 1,
-        "data_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": 1,
-        "sequence_parallel": False,
-        "recompute_granularity": None,
-        "recompute_method": None,
-        "recompute_num_layers": None,
-        "recompute_modules": (),
-        "optimizer_cpu_offload": False,
-        "max_tokens_per_micro_batch": sum(LENGTHS),
-        "num_threads": 1,
-        "is_deterministic": False,
-        "needs_reference": False,
-        "seed": 0,
-        "temperature": 1.0,
-        "num_train_steps_total": 1000,
-        "optim": optim,
-        "teacher_path": None,
-        "critic": None,
-        "megatron": variant.native,
-        "devices": (DeviceNode(node=0, gpu=0 if device == "cuda" else None),),
-    }
-    return TrainerNode(**fields | variant.parallel)
-
-
-def build_micro_batches(num_micro_batches: int, vocab_size: int, is_tiny: bool) -> tuple[list[Any], dict[str, float]]:
-    """Full micro-batches, and what they hold: tokens, trained tokens, and pairs of tokens in causal attention."""
-    import numpy as np
-
-    from rlrecipes.batching.grid import build_grid
-    from rlrecipes.types import Sample
-
-    rng = np.random.default_rng(0)
-    lengths = [length // 32 for length in LENGTHS] if is_tiny else [*LENGTHS]
-    num_trained = num_micro_batches * sum(length - length // 8 for length in lengths)
-    micro_batches = []
-    for _ in range(num_micro_batches):
-        samples = []
-        for number, length in enumerate(lengths):
-            mask = np.arange(length) >= length // 8
-            logprobs = (-np.log(vocab_size) + 0.05 * rng.standard_normal(length)).astype(np.float32)
-            samples.append(
-                Sample(
-                    token_ids=tuple(rng.integers(0, vocab_size, length).tolist()),
-                    loss_mask=tuple(mask.tolist()),
-                    rollout_logprobs=tuple(np.where(mask, logprobs, 0.0).tolist()),
-                    prompt_index=number,
-                    sibling=0,
-                    old_logprobs=logprobs,
-                    advantages=np.full(length, rng.standard_normal(), np.float32),
-                    loss_weights=(mask / num_trained).astype(np.float32),
-                )
-            )
-        micro_batches += build_grid(samples, num_ranks=1, max_tokens=sum(lengths))[0]
-    assert len(micro_batches) == num_micro_batches
-    pairs = num_micro_batches * sum(length * (length + 1) / 2 for length in lengths)
-    return micro_batches, {"tokens": num_micro_batches * sum(lengths), "trained": num_trained, "pairs": pairs}
 
 
 def compute_work(shapes: Any, counts: dict[str, float]) -> float:
@@ -225,27 +137,13 @@ def compute_work(shapes: Any, counts: dict[str, float]) -> float:
 
 
 def build_rank(variant: Variant, node: Any, device: str) -> Any:
-    """A rank whose weights are drawn where they lie: writing and reading 2.5 GB would take longer than the steps."""
-    import torch
-
     from rlrecipes.engines.megatron import logprobs
-    from rlrecipes.engines.megatron.optimizer import run_reload_weights
-    from rlrecipes.engines.megatron.rank import TrainerRank
 
     if not variant.has_kernels:
         logprobs.has_kernels = lambda logits: False
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    trainer = build_trainer_node(variant, device)
-    rank = TrainerRank(trainer, node, rank=0, master_address="127.0.0.1", master_port=port)
-    generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in rank._policy.named_parameters():
-        if "norm" in name:
-            parameter.data.fill_(1.0)
-        else:
-            parameter.data.normal_(0.0, 0.02, generator=generator)
-    run_reload_weights(rank._policy.optimizer)
+    fields = {"max_tokens_per_micro_batch": sum(LENGTHS), "megatron": variant.native, **variant.parallel}
+    rank = start_rank(build_trainer_node(device, **fields), node)
+    draw_weights(rank)
     return rank
 
 
@@ -253,15 +151,12 @@ def run_variant(name: str, device: str, num_steps: int, traces: Path | None) -> 
     """Warm up, time and profile train steps of one variant."""
     import torch
 
-    from rlrecipes.algos.objective import compute_policy_objective
-
-    options = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None, "kl_coef_in_loss": 0.0, "kl_estimator": "k3"}
-    objective = partial(compute_policy_objective, entropy_coef=0.0, **options)
     variant, is_tiny, begin = VARIANTS[name], device == "cpu", time.perf_counter()
-    node = build_model_node(is_tiny)
+    node = build_llama(is_tiny)
     rank = build_rank(variant, node, device)
-    batches, counts = build_micro_batches(variant.num_micro_batches, node.shapes.vocab_size, is_tiny)
-    step = partial(rank.train_step, batches, objective)
+    lengths = [length // 32 for length in LENGTHS] if is_tiny else [*LENGTHS]
+    batches, counts = build_micro_batches(variant.num_micro_batches, lengths, node.shapes.vocab_size, 1 / 8)
+    step = partial(rank.train_step, batches, build_objective())
     first = step()
     start = time.perf_counter()
     setup_s = start - begin

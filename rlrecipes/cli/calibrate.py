@@ -1,4 +1,4 @@
-"""`rlrecipes calibrate RUN_DIR...`: the constants of predicted step times, fitted to what runs measured."""
+"""`rlrecipes calibrate RUN_DIR...`: the constants of predicted step times and memory, fitted to what runs measured."""
 
 from __future__ import annotations
 
@@ -14,18 +14,29 @@ from rlrecipes.cli.flags import Parser
 from rlrecipes.errors import InputError
 from rlrecipes.plan.calibration import Calibration, Constant, load_calibration
 from rlrecipes.plan.fitting import METRICS, Fit, Lengths, Measurement, fit
+from rlrecipes.plan.memory import load_memory_constants
+from rlrecipes.plan.memory_fitting import (
+    MemoryFit,
+    MemoryMeasurement,
+    MemoryObservation,
+    fit_memory,
+    predict_memory,
+)
 from rlrecipes.plan.nodes import load_plan
 from rlrecipes.plan.step_inputs import read_step_inputs
 from rlrecipes.plan.step_time import load_time_constants
 from rlrecipes.tracking.log import MetricRecord, read_records
 
+_PLAN, _METRICS, _MEMORY = "plan.yaml", "metrics.jsonl", "memory.jsonl"
 _PLAIN_WIDTH = 140
 """Columns where there is no terminal to ask."""
 
 
 def _build_parser() -> Parser:
     parser = Parser(prog="rlrecipes calibrate", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="with plan.yaml and metrics.jsonl")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN_DIR", help="with plan.yaml, and metrics.jsonl or memory.jsonl"
+    )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the constants; calibration=FILE uses them")
     parser.add_argument("--format", choices=("table", "json"), default="table")
     return parser
@@ -42,30 +53,54 @@ def run(arguments: list[str]) -> None:
         ConfigError: a plan cannot be read.
     """
     asked = _build_parser().parse_args(arguments)
-    measurements = [_measure(path) for path in asked.runs]
-    constants = load_time_constants(None)
-    found = fit(measurements, constants)
-    if not found.fitted:
+    for path in asked.runs:
+        _check_is_run(path)
+    measurements = [_measure(path) for path in asked.runs if (path / _METRICS).is_file()]
+    found = fit(measurements, load_time_constants(None))
+    runs = [run for path in asked.runs if (run := _measure_memory(path)) is not None]
+    memory = fit_memory(runs, load_memory_constants(None))
+    if not found.fitted and not memory.fitted:
         fix = "calibrate on runs with rollouts on GPUs, of at least two steps"
         raise InputError("rlrecipes calibrate", "these runs tell of no constant", fix)
-    changed = _to_constants(found, measurements)
     if asked.format == "json":
-        print(json.dumps(_to_data(found, measurements), indent=2))
+        print(json.dumps(_to_data(found, measurements, memory), indent=2))
     else:
-        _print(found, measurements)
+        _print(found, measurements, memory)
     if asked.save is not None:
-        _save(load_calibration().replace("time", changed), asked.save)
+        changed = load_calibration().replace("time", _to_constants("time", found, [m.name for m in measurements]))
+        _save(changed.replace("memory", _to_constants("memory", memory, [run.name for run in runs])), asked.save)
         print(f"saved; use it with: calibration={asked.save}", file=sys.stderr)
+
+
+def _check_is_run(path: Path) -> None:
+    measured = [name for name in (_METRICS, _MEMORY) if (path / name).is_file()]
+    missing = _PLAN if not (path / _PLAN).is_file() else None if measured else _METRICS
+    if missing is not None:
+        raise InputError(str(path), f"has no {missing}", "name the directory of a run, runs/<name>")
+
+
+def _measure_memory(path: Path) -> MemoryMeasurement | None:
+    """What benchmarks/gpu/memory_phases.py wrote: a line of JSON a phase, with ``phase``, ``owner``, ``num_bytes``."""
+    file = path / _MEMORY
+    if not file.is_file():
+        return None
+    inputs = read_step_inputs(load_plan(path / _PLAN))
+    if inputs is None:
+        raise InputError(str(path), "measured memory, but its plan describes no GPU", f"remove {file.name}")
+    try:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        observed = tuple(MemoryObservation(**line) for line in lines)
+        predict_memory(inputs, load_memory_constants(None), observed)
+    except (ValueError, TypeError, KeyError) as error:
+        fix = 'write lines like {"phase": "train", "owner": "trainer", "num_bytes": 1e9}'
+        raise InputError(str(file), f"holds what is no measurement: {error}", fix) from error
+    return MemoryMeasurement(str(path), inputs, observed)
 
 
 def _measure(path: Path) -> Measurement:
     """Medians over the steps after the first, which also warms up."""
-    plan_path, metrics_path = path / "plan.yaml", path / "metrics.jsonl"
-    missing = next((file for file in (plan_path, metrics_path) if not file.is_file()), None)
-    if missing is not None:
-        raise InputError(str(path), f"has no {missing.name}", "name the directory of a run, runs/<name>")
-    plan = load_plan(plan_path)
-    records = [record for record in read_records(metrics_path) if record.step > 1]
+    plan = load_plan(path / _PLAN)
+    records = [record for record in read_records(path / _METRICS) if record.step > 1]
     observed = {name: value for name, metric in METRICS.items() if (value := _median(records, metric)) is not None}
     idle = _median(records, "train/forward_only_fraction") or 0.0
     if "train_s" in observed:
@@ -106,18 +141,23 @@ def _read_lengths(records: Sequence[MetricRecord]) -> Lengths | None:
     return Lengths(**means) if means["mean_tokens"] >= 1 and means["prompt_tokens"] >= 1 else None
 
 
-def _to_constants(found: Fit, measurements: Sequence[Measurement]) -> dict[str, Constant]:
-    shipped = load_calibration().sections["time"]
-    source = f"fitted: {', '.join(m.name for m in measurements)}"
+def _to_constants(section: str, found: Fit | MemoryFit, names: Sequence[str]) -> dict[str, Constant]:
+    shipped = load_calibration().sections[section]
+    source = f"fitted: {', '.join(names)}"
     return {name: Constant(getattr(found.constants, name), shipped[name].unit, source) for name in found.fitted}
 
 
-def _to_data(found: Fit, measurements: Sequence[Measurement]) -> dict[str, object]:
-    shipped = load_calibration().values("time")
+def _to_data(found: Fit, measurements: Sequence[Measurement], memory: MemoryFit) -> dict[str, object]:
+    fitted = {
+        name: {"old": load_calibration().values(section)[name], "new": getattr(one.constants, name)}
+        for section, one in (("time", found), ("memory", memory))
+        for name in one.fitted
+    }
     return {
-        "fitted": {name: {"old": shipped[name], "new": getattr(found.constants, name)} for name in found.fitted},
+        "fitted": fitted,
         "kept": dict(found.kept),
         "residuals": [dataclasses.asdict(residual) for residual in found.residuals],
+        "memory": [dataclasses.asdict(residual) for residual in memory.residuals],
         "notes": _notes(measurements),
     }
 
@@ -130,25 +170,29 @@ def _notes(measurements: Sequence[Measurement]) -> list[str]:
     ]
 
 
-def _print(found: Fit, measurements: Sequence[Measurement]) -> None:
+def _print(found: Fit, measurements: Sequence[Measurement], memory: MemoryFit) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    shipped = load_calibration().sections["time"]
     table = Table("constant", "old", "new", "unit", title="fitted", title_justify="left", box=None)
-    for name in found.fitted:
-        table.add_row(name, f"{shipped[name].value:.4g}", f"{getattr(found.constants, name):.4g}", shipped[name].unit)
+    for section, fitted in (("time", found), ("memory", memory)):
+        shipped = load_calibration().sections[section]
+        for name in fitted.fitted:
+            new = getattr(fitted.constants, name)
+            table.add_row(name, f"{shipped[name].value:.4g}", f"{new:.4g}", shipped[name].unit)
     console.print(table)
-    if found.residuals:
+    rows = [(r.run, r.name, r.measured, r.before, r.after) for r in found.residuals]
+    rows += [(r.run, f"{r.phase}, {r.owner}: bytes", r.measured, r.before, r.after) for r in memory.residuals]
+    if rows:
         columns = ("run", "what", "measured", "predicted before", "off by", "after", "off by")
         residuals = Table(*columns, title="measured and predicted", title_justify="left", box=None)
-        for one in found.residuals:
-            off = [f"{value / one.measured - 1:+.1%}" for value in (one.before, one.after)]
-            figures = [f"{value:.4g}" for value in (one.measured, one.before, one.after)]
-            residuals.add_row(one.run, one.name, figures[0], figures[1], off[0], figures[2], off[1])
+        for name, what, measured, before, after in rows:
+            off = [f"{value / measured - 1:+.1%}" for value in (before, after)]
+            figures = [f"{value:.4g}" for value in (measured, before, after)]
+            residuals.add_row(name, what, figures[0], figures[1], off[0], figures[2], off[1])
         console.print(residuals)
-    for name, reason in found.kept.items():
+    for name, reason in found.kept.items() if measurements else ():
         console.print(f"kept {name}: {reason}", highlight=False)
     for note in _notes(measurements):
         console.print(f"note: {note}", highlight=False)

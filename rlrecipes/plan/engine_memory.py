@@ -21,6 +21,7 @@ _SIZES = ((20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192,
 """Below so many GiB of a GPU: tokens of a prefill chunk, requests of the largest decode graph with TP below 4 and from
 4 on; SGLang 0.5.17's own table."""
 _LARGEST_SIZES = (16384, 512, 512)
+_NO_GRAPHS = ("disable_cuda_graph", "disable_decode_cuda_graph")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,12 @@ class EngineMemory:
     Attributes:
         parts: phase -> part -> bytes.
         room: of the engine's KV cache.
+        host_bytes: of the weights that it puts back itself.
     """
 
     parts: Mapping[Phase, Parts]
     room: EngineRoomNode
+    host_bytes: float
 
 
 def compute_engine_memory(inputs: StepInputs, served: ServedEngines, constants: MemoryConstants) -> EngineMemory:
@@ -88,9 +91,10 @@ def compute_engine_memory(inputs: StepInputs, served: ServedEngines, constants: 
         "rollout": full,
         "logprobs": away,
         "train": away,
+        "update": away,
         "weight_sync": returning | bucket,
     }
-    return EngineMemory(parts, room)
+    return EngineMemory(parts, room, weights if is_released and not served.is_updated else 0.0)
 
 
 def _compute_room(
@@ -102,7 +106,8 @@ def _compute_room(
     split = group.tensor_parallel_size // group.attention_data_parallel_size * group.pipeline_parallel_size
     state = compute_state_bytes(inputs.shapes) / split
     fraction = native.get("mem_fraction_static") or compute_memory_fraction(inputs.gpu.memory_bytes, group)
-    pool = max(0.0, fraction * inputs.gpu.memory_bytes - weights)
+    # SGLang takes its fraction of what is free once its context is there.
+    pool = max(0.0, fraction * (inputs.gpu.memory_bytes - constants.cuda_context_bytes) - weights)
     limit = native.get("max_total_tokens")
     if limit is not None:
         pool = min(pool, limit * per_token + state)
@@ -142,9 +147,15 @@ def _find_sizes(gpu_bytes: int, group: EngineGroup) -> tuple[int, int]:
 
 
 def _count_graph_requests(gpu_bytes: int, group: EngineGroup) -> int:
-    if group.native.get("disable_cuda_graph") or group.worker_type == "prefill":
+    native = group.native
+    is_off = native.get("cuda_graph_backend_decode") == "disabled" or any(native.get(name) for name in _NO_GRAPHS)
+    if is_off or group.worker_type == "prefill":
         return 0
-    return int(group.native.get("cuda_graph_max_bs") or _find_sizes(gpu_bytes, group)[1])
+    sizes = native.get("cuda_graph_bs_decode") or native.get("cuda_graph_bs")
+    if sizes:
+        return max(map(int, sizes))
+    asked = native.get("cuda_graph_max_bs_decode") or native.get("cuda_graph_max_bs")
+    return int(asked or _find_sizes(gpu_bytes, group)[1])
 
 
 def _count_chunk_tokens(gpu_bytes: int, group: EngineGroup) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean
 
+from rlrecipes.plan.least_squares import choose_constants, solve_constants
 from rlrecipes.plan.lengths import LengthDistribution
 from rlrecipes.plan.rollout_time import compute_distribution, compute_rollout_time
 from rlrecipes.plan.step_inputs import StepInputs
@@ -27,11 +28,6 @@ METRICS = {
     "checkpoint_s": "time/checkpoint_s",
 }
 """What is predicted -> the metric that measures it."""
-_MOVES_AT_LEAST = 0.03
-"""Change of an observation's logarithm with a constant's, below which it says nothing of the constant."""
-_STEP = 0.01
-_MAX_ROUNDS = 30
-_CONVERGED = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,27 +235,10 @@ class _Part:
                 values[measurement.name, name] = value
         return [math.log(values[run, name]) for run, name, _ in self._seen]
 
-    def _column(self, name: str, constants: TimeConstants, base: Sequence[float]) -> list[float]:
-        """How the predictions' logarithms move with the constant's."""
-        moved = replace(constants, **{name: getattr(constants, name) * math.exp(_STEP)})
-        return [(new - old) / _STEP for new, old in zip(self._log_predictions(moved), base, strict=True)]
-
     def choose(self, candidates: Sequence[str], constants: TimeConstants) -> list[str]:
         """Constants that the observations tell apart, those that move them most first."""
-        base = self._log_predictions(constants)
-        columns = {name: self._column(name, constants, base) for name in candidates}
-        chosen: list[str] = []
-        while columns and len(chosen) < len(self._seen):
-            name = max(columns, key=lambda candidate: _norm(columns[candidate]))
-            direction = columns.pop(name)
-            size = _norm(direction)
-            if size < _MOVES_AT_LEAST:
-                break
-            chosen.append(name)
-            for other, column in columns.items():
-                share = sum(a * b for a, b in zip(column, direction, strict=True)) / size**2
-                columns[other] = [a - share * b for a, b in zip(column, direction, strict=True)]
-        return chosen
+        values = {name: getattr(constants, name) for name in candidates}
+        return choose_constants(lambda changes: self._log_predictions(replace(constants, **changes)), values)
 
     def explain(self, name: str) -> str:
         """Why a constant was kept."""
@@ -268,30 +247,11 @@ class _Part:
         return "what was measured does not tell it from the others"
 
     def solve(self, names: Sequence[str], constants: TimeConstants) -> TimeConstants:
-        """Least squares by Gauss and Newton, halving steps that lead astray; fractions end at 1."""
-        if not names:
-            return constants
-        error = self._errors(constants)
-        for _ in range(_MAX_ROUNDS):
-            base = self._log_predictions(constants)
-            columns = [self._column(name, constants, base) for name in names]
-            move = _solve_least_squares(columns, error)
-            for _ in range(8):
-                tried = _move(constants, names, move)
-                new = self._errors(tried)
-                if _norm(new) <= _norm(error):
-                    break
-                move = [part / 2 for part in move]
-            else:
-                return constants
-            constants, error = tried, new
-            if max(map(abs, move)) < _CONVERGED:
-                break
-        return constants
-
-    def _errors(self, constants: TimeConstants) -> list[float]:
-        predicted = self._log_predictions(constants)
-        return [math.log(value) - p for (_, _, value), p in zip(self._seen, predicted, strict=True)]
+        """The constants with these fitted."""
+        values = {name: getattr(constants, name) for name in names}
+        measured = [math.log(value) for _, _, value in self._seen]
+        found = solve_constants(lambda changes: self._log_predictions(replace(constants, **changes)), values, measured)
+        return replace(constants, **found)
 
     def compare(self, before: TimeConstants, after: TimeConstants) -> list[Residual]:
         """Every observation with both predictions."""
@@ -300,34 +260,3 @@ class _Part:
             Residual(run, name, value, math.exp(b), math.exp(a))
             for (run, name, value), b, a in zip(self._seen, old, new, strict=True)
         ]
-
-
-def _move(constants: TimeConstants, names: Sequence[str], move: Sequence[float]) -> TimeConstants:
-    values = {name: getattr(constants, name) * math.exp(part) for name, part in zip(names, move, strict=True)}
-    return replace(
-        constants, **{name: min(value, 1.0) if name.endswith("_fraction") else value for name, value in values.items()}
-    )
-
-
-def _norm(vector: Sequence[float]) -> float:
-    return math.sqrt(sum(value * value for value in vector))
-
-
-def _solve_least_squares(columns: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
-    """Normal equations, eliminated in order; the columns are few and independent."""
-    size = len(columns)
-    rows = [
-        [sum(a * b for a, b in zip(columns[i], columns[j], strict=True)) for j in range(size)]
-        + [sum(a * b for a, b in zip(columns[i], target, strict=True))]
-        for i in range(size)
-    ]
-    for i in range(size):
-        rows[i][i] += 1e-12
-        for j in range(i + 1, size):
-            factor = rows[j][i] / rows[i][i]
-            rows[j] = [b - factor * a for a, b in zip(rows[i], rows[j], strict=True)]
-    found = [0.0] * size
-    for i in reversed(range(size)):
-        known = sum(rows[i][j] * found[j] for j in range(i + 1, size))
-        found[i] = max(-2.0, min(2.0, (rows[i][size] - known) / rows[i][i]))
-    return found

@@ -20,6 +20,7 @@ from rlrecipes.plan.memory_constants import MemoryConstants
 from rlrecipes.plan.memory_nodes import PHASES, GpuRoleNode, MemoryNode, Phase
 from rlrecipes.plan.nodes import POLICY
 from rlrecipes.plan.placement import Placement
+from rlrecipes.plan.rules.topology import hands_over_by_nixl
 from rlrecipes.plan.step_inputs import StepInputs, build_engine_group
 from rlrecipes.plan.trainer_memory import StageMemory, compute_stage_memory
 
@@ -126,7 +127,9 @@ def _iter_roles(
             yield _build_role(f"trainer+{one.name}", num_gpus, inputs, stages, memory)
         else:
             parts: Parts = {phase: _prefix("engine", memory.parts[phase]) for phase in PHASES}
-            yield GpuRoleNode.model_construct(name=one.name, num_gpus=num_gpus, stage=None, parts=parts, host_bytes=0)
+            yield GpuRoleNode.model_construct(
+                name=one.name, num_gpus=num_gpus, stage=None, parts=parts, host_bytes=round(memory.host_bytes)
+            )
     if shared < num_trainers:
         yield _build_role("trainer", num_trainers - shared, inputs, stages, None)
 
@@ -145,8 +148,9 @@ def _build_role(
         | (_prefix("engine", engine.parts[phase]) if engine else {})
         for phase in PHASES
     }
+    host_bytes = fullest.host_bytes + (engine.host_bytes if engine else 0.0)
     return GpuRoleNode.model_construct(
-        name=name, num_gpus=num_gpus, stage=fullest.stage, parts=parts, host_bytes=round(fullest.host_bytes)
+        name=name, num_gpus=num_gpus, stage=fullest.stage, parts=parts, host_bytes=round(host_bytes)
     )
 
 
@@ -243,10 +247,12 @@ def _iter_changes(inputs: StepInputs) -> Iterator[tuple[str, dict[str, str], Ste
     parallel, changes = inputs.parallel, dict[str, str]()
     yield "", changes, inputs
     is_shared = any(group.placement == "colocated" for group in inputs.engine_groups)
-    if is_shared and not (inputs.should_offload_engines and inputs.should_offload_trainer):
-        inputs = replace(inputs, should_offload_engines=True, should_offload_trainer=True)
-        changes = {f"topology.{name}": "true" for name in ("should_offload_engines", "should_offload_trainer")}
-        yield "topology.should_offload_engines", changes, inputs
+    should_engines = not any(hands_over_by_nixl(group.native) for group in inputs.engine_groups)
+    if is_shared and not (inputs.should_offload_trainer and inputs.should_offload_engines >= should_engines):
+        inputs = replace(inputs, should_offload_engines=should_engines, should_offload_trainer=True)
+        names = ("should_offload_engines", "should_offload_trainer")
+        changes = {f"topology.{name}": "true" for name in names if getattr(inputs, name)}
+        yield next(iter(changes)), changes, inputs
     full = {f"parallel.{key}": json.dumps(value) for key, value in _FULL_RECOMPUTE.items() if value != ()}
     host = {"parallel.optimizer_cpu_offload": "true"}
     recomputed = parallel.model_copy(update=_FULL_RECOMPUTE)

@@ -6,10 +6,11 @@ from typing import Literal
 
 from rlrecipes.config.schema import Section
 
-type Phase = Literal["init", "rollout", "logprobs", "train", "weight_sync"]
-PHASES: tuple[Phase, ...] = ("init", "rollout", "logprobs", "train", "weight_sync")
-"""init: everything is built. rollout: engines answer. logprobs: the trainer reads old, reference and teacher logprobs.
-train: forward, backward and update. weight_sync: weights travel."""
+type Phase = Literal["init", "rollout", "logprobs", "train", "update", "weight_sync"]
+PHASES: tuple[Phase, ...] = ("init", "rollout", "logprobs", "train", "update", "weight_sync")
+"""init: everything is built; Adam's moments come with the first update. rollout: engines answer. logprobs: the trainer
+reads old, reference and teacher logprobs. train: forward and backward. update: the optimizer's. weight_sync: weights
+travel."""
 
 
 class GpuRoleNode(Section):

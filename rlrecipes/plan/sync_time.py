@@ -31,15 +31,21 @@ def compute_sync_time(inputs: StepInputs, constants: TimeConstants) -> dict[str,
     tp = inputs.parallel.tensor_model_parallel_size
     is_spread, together = compute_spread(inputs.trainer_devices, tp, 1)
     gather = compute_link_bytes_per_s(inputs, constants, together, is_spread=is_spread)
-    pause_s = constants.pause_abort_s if sync.pause_mode == "abort" else constants.pause_in_place_s
     is_disk = sync.transport == "disk"
     return {
-        "pause": pause_s,
+        "pause": _pause_s(inputs, constants),
         "gather": num_bytes * (tp - 1) / tp / gather,
         "transfer": num_bytes * _transfer_s_per_byte(inputs, constants),
         "buckets": 0.0 if is_disk else math.ceil(num_bytes / sync.bucket_bytes) * constants.sync_bucket_s,
         "verify": _verify_s(inputs, constants, num_bytes),
     }
+
+
+def _pause_s(inputs: StepInputs, constants: TimeConstants) -> float:
+    """Engines that gave their memory back are paused already; that was part of giving it back."""
+    if inputs.should_offload_engines and all(group.placement == "colocated" for group in inputs.engine_groups):
+        return 0.0
+    return constants.pause_abort_s if inputs.weight_sync.pause_mode == "abort" else constants.pause_in_place_s
 
 
 def _verify_s(inputs: StepInputs, constants: TimeConstants, num_bytes: float) -> float:

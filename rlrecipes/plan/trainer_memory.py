@@ -22,6 +22,8 @@ from rlrecipes.plan.train_time import compute_num_shards
 
 type Parts = dict[str, float]
 
+_FP32_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
@@ -57,7 +59,7 @@ def compute_gradient_bytes(parallel: ParallelConfig, dtype_bytes: int) -> int:
         parallel: the trainer's layout.
         dtype_bytes: of one weight.
     """
-    return 4 if parallel.megatron.get("grad_reduce_in_fp32") else dtype_bytes
+    return _FP32_BYTES if parallel.megatron.get("grad_reduce_in_fp32") else dtype_bytes
 
 
 def compute_state_bytes_per_parameter(dtype_bytes: int) -> int:
@@ -66,7 +68,23 @@ def compute_state_bytes_per_parameter(dtype_bytes: int) -> int:
     Args:
         dtype_bytes: of one weight.
     """
-    return 8 if dtype_bytes == 4 else 12
+    return 8 if dtype_bytes == _FP32_BYTES else 12
+
+
+def compute_gradient_copy_bytes(counts: RankCounts, parallel: ParallelConfig, dtype_bytes: int) -> float:
+    """What an update adds on one rank: its share of the gradients in fp32, where they are not so already.
+
+    Megatron's offloaded optimizer reads them as they are.
+
+    Args:
+        counts: of the rank.
+        parallel: the trainer's layout.
+        dtype_bytes: of one weight.
+    """
+    if parallel.optimizer_cpu_offload or compute_gradient_bytes(parallel, dtype_bytes) == _FP32_BYTES:
+        return 0.0
+    ranks, expert_ranks = compute_num_shards(parallel)
+    return _FP32_BYTES * (counts.dense / ranks + counts.experts / expert_ranks)
 
 
 def compute_optimizer_bytes(counts: RankCounts, parallel: ParallelConfig, dtype_bytes: int) -> float:
@@ -105,26 +123,35 @@ def _compute_stage(
     held = base | state
     frozen = _count_frozen(inputs) * counts.total * inputs.dtype_bytes
     logits = _compute_logit_numbers(inputs) * inputs.dtype_bytes if is_last else 0.0
-    chunk = {"logprobs": constants.logprob_chunk_bytes} if is_last else {}
+    # The kernels of a whole distribution copy nothing.
+    chunk = {"logprobs": constants.logprob_chunk_bytes} if is_last and inputs.is_distribution_cut else {}
+    copies: Parts = {"gradient_copies": compute_gradient_copy_bytes(counts, inputs.parallel, inputs.dtype_bytes)}
     largest = max(
         inputs.weight_sync.bucket_bytes, inputs.shapes.vocab_size * inputs.shapes.hidden_size * inputs.dtype_bytes
     )
-    train, forward = _compute_activation_numbers(inputs, constants, stage, chunks)
     scale = inputs.dtype_bytes * (1 + constants.activation_overhead_fraction)
+    kept, working, forward = (
+        number * scale for number in _compute_activation_numbers(inputs, constants, stage, chunks)
+    )
     shown = {"frozen_weights": float(counts.total * inputs.dtype_bytes)} if frozen else {}
     is_offloaded = _is_offloaded(inputs)
     left: Parts = {"offloaded": constants.offloaded_trainer_bytes}
-    sending = left | {"weights": state["weights"]} if is_offloaded else held
+    between = left if is_offloaded else held | copies  # which stay until the next train step
+    sending = left | {"weights": state["weights"]} if is_offloaded else between
+    built = state["optimizer"] * (1 - 2 * _FP32_BYTES / compute_state_bytes_per_parameter(inputs.dtype_bytes))
     fixed: dict[Phase, Parts] = {
-        "init": held,
-        "rollout": left if is_offloaded else held,
-        "logprobs": held | shown | chunk,
+        "init": held | {"optimizer": built},
+        "rollout": between,
+        "logprobs": (held if is_offloaded else between) | shown | chunk,
         "train": held | chunk,
+        "update": held | copies,
         "weight_sync": sending | {"weight_sync": 2.0 * largest},
     }
+    # Megatron holds one micro-batch's logits while the next goes forward. Trained ones have a gradient, and no layer is
+    # computed again while both are there.
     per_token: dict[Phase, Parts] = {
-        "logprobs": {"activations": forward * scale, "logits": logits},
-        "train": {"activations": train * scale, "logits": 2 * logits},  # and their gradient
+        "logprobs": {"activations": max(0.0, forward - logits), "logits": 2 * logits},
+        "train": {"activations": kept + max(0.0, working - 2 * logits), "logits": 2 * logits},
     }
     if is_offloaded:
         host_bytes += sum(state.values()) - gradients  # these are not kept
@@ -195,8 +222,8 @@ def _compute_logit_numbers(inputs: StepInputs) -> float:
 
 def _compute_activation_numbers(
     inputs: StepInputs, constants: MemoryConstants, stage: int, chunks: tuple[range, ...]
-) -> tuple[float, float]:
-    """Numbers of one token that a stage keeps while it trains, and while it only goes forward.
+) -> tuple[float, float, float]:
+    """Numbers of one token that a stage keeps while it trains, adds while it computes again, has while it goes forward.
 
     With one chunk a stage has PP - stage micro-batches in flight; with v of them 2 (PP - stage - 1) + (v - 1) PP + 1
     chunks (Megatron's interleaved schedule).
@@ -205,7 +232,7 @@ def _compute_activation_numbers(
     imbalance = 1 + constants.expert_imbalance_fraction
     found = [compute_layer_activations(shapes, parallel, layer, imbalance) for chunk in chunks for layer in chunk]
     if not found:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     num_stages, num_chunks = parallel.pipeline_model_parallel_size, len(chunks)
     is_last = stage == num_stages - 1
     kept, working = _recompute(parallel, [layer.kept for layer in found], found[0].entry, num_chunks)
@@ -213,7 +240,7 @@ def _compute_activation_numbers(
     in_flight = behind + 1 if num_chunks == 1 else (2 * behind + (num_chunks - 1) * num_stages + 1) / num_chunks
     widest = max(layer.whole for layer in found)
     predicted = is_last * (shapes.mtp_num_layers or 0) * (found[-1].kept + 4 * found[-1].entry)
-    return in_flight * kept + working * widest + predicted, widest
+    return in_flight * kept + predicted, working * widest, widest
 
 
 def _recompute(parallel: ParallelConfig, kept: list[float], entry: float, num_chunks: int) -> tuple[float, int]:

@@ -11,6 +11,7 @@ from rlrecipes.cli.calibrate import run
 from rlrecipes.config.compose import compose
 from rlrecipes.errors import ConfigError, InputError
 from rlrecipes.plan.lengths import draw_lengths
+from rlrecipes.plan.memory import load_memory_constants
 from rlrecipes.plan.rollout_time import compute_distribution
 from rlrecipes.plan.step_inputs import read_step_inputs
 from rlrecipes.plan.step_time import compute_step_time, load_time_constants
@@ -146,3 +147,22 @@ def test_a_broken_plan_and_a_full_disk_are_said(make_run, tmp_path):
     (path / "plan.yaml").write_text("version: 1")
     with pytest.raises(ConfigError):
         run([str(path)])
+
+
+def test_memory_that_was_measured_is_fitted_and_saved(make_run, tmp_path, capsys):
+    path = make_run("m", GPU, {})
+    (path / "metrics.jsonl").unlink()
+    lines = [("train", "engine", 1.5e9), ("rollout", "trainer", 1.1e9)]
+    text = "\n".join(json.dumps({"phase": p, "owner": o, "num_bytes": b}) for p, o, b in lines)
+    (path / "memory.jsonl").write_text(text)
+    run([str(path), "--save", str(tmp_path / "own.yaml")])
+    saved = load_memory_constants(str(tmp_path / "own.yaml"))
+    assert saved.released_engine_bytes == pytest.approx(1.5e9, rel=1e-3)
+    assert saved.offloaded_trainer_bytes == pytest.approx(1.1e9, rel=1e-3)
+    assert "rollout, trainer: bytes" in capsys.readouterr().out
+    run([str(path), "--format", "json"])
+    assert {*json.loads(capsys.readouterr().out)["fitted"]} == {"released_engine_bytes", "offloaded_trainer_bytes"}
+    for wrong in ('{"phase": "sleep", "owner": "engine", "num_bytes": 1}', "{", '{"phase": "train"}'):
+        (path / "memory.jsonl").write_text(wrong)
+        with pytest.raises(InputError, match=r"memory\.jsonl"):
+            run([str(path)])

@@ -12,7 +12,7 @@ from step_recipes import APART, COLOCATED, MAIN, inputs_of, with_gpu
 
 from rlrecipes.plan.activations import compute_layer_activations
 from rlrecipes.plan.calibration import CALIBRATION_FILE
-from rlrecipes.plan.engine_memory import compute_memory_fraction
+from rlrecipes.plan.engine_memory import ServedEngines, compute_engine_memory, compute_memory_fraction
 from rlrecipes.plan.memory import compute_memory, find_memory_problems, load_memory_constants
 from rlrecipes.plan.memory_constants import MemoryConstants
 from rlrecipes.plan.memory_nodes import PHASES, MemoryNode
@@ -125,20 +125,70 @@ def test_gradients_are_fp32_where_the_recipe_says_so():
     assert parts["trainer.gradients"] == 2 * parts["trainer.weights"]
 
 
+def test_an_update_has_a_copy_of_its_share_of_the_gradients():
+    inputs = inputs_of(*COLOCATED)
+    parts = trainer_of(compute_memory(inputs, CONSTANTS)).parts
+    assert parts["update"]["trainer.gradient_copies"] == 4 * parts["train"]["trainer.gradients"] / 2 / 8
+    assert not {"trainer.activations", "trainer.logits"} & parts["update"].keys()
+    assert "trainer.gradient_copies" not in parts["train"] | parts["logprobs"]  # offloading dropped them
+    apart = trainer_of(memory_of(*APART)).parts
+    for phase in ("rollout", "logprobs", "update", "weight_sync"):  # until the next train step drops them
+        assert apart[phase]["trainer.gradient_copies"] == 4 * apart["train"]["trainer.gradients"] / 2 / 8
+    in_fp32 = inputs_of(*APART, "+parallel.megatron.grad_reduce_in_fp32=true")
+    on_host = with_parallel(inputs_of(*APART), optimizer_cpu_offload=True)
+    for other in (in_fp32, on_host, dataclasses.replace(inputs_of(*APART), dtype_bytes=4)):
+        assert "trainer.gradient_copies" not in trainer_of(compute_memory(other, CONSTANTS)).parts["update"]
+
+
+def test_moments_come_with_the_first_update():
+    for dtype_bytes, copies in ((2, 4), (4, 0)):
+        inputs = dataclasses.replace(inputs_of(*COLOCATED), dtype_bytes=dtype_bytes)
+        parts = trainer_of(compute_memory(inputs, CONSTANTS)).parts
+        count = parts["train"]["trainer.weights"] / dtype_bytes
+        assert parts["init"].get("trainer.optimizer", 0) == copies * count / 8
+        assert parts["train"]["trainer.optimizer"] == (copies + 8) * count / 8
+
+
+def test_logprobs_hold_the_logits_of_two_micro_batches():
+    inputs = inputs_of(*COLOCATED)
+    parts = trainer_of(compute_memory(inputs, EXACT)).parts["logprobs"]
+    tokens, vocab_size = inputs.parallel.max_tokens_per_micro_batch, inputs.shapes.vocab_size
+    assert parts["trainer.logits"] == 2 * 2 * vocab_size * tokens
+    assert "trainer.activations" not in parts  # a layer needs less than the second's logits
+    small = dataclasses.replace(inputs, shapes=inputs.shapes.model_copy(update={"vocab_size": 128}))
+    layer = compute_layer_activations(small.shapes, small.parallel, 0, 1.0).whole
+    parts = trainer_of(compute_memory(small, EXACT)).parts["logprobs"]
+    assert parts["trainer.logits"] + parts["trainer.activations"] == 2 * tokens * (layer + 128)
+
+
+@pytest.mark.parametrize("phase", ["logprobs", "train"])
+def test_only_a_cut_distribution_is_computed_in_chunks(phase):
+    inputs = inputs_of(*COLOCATED)
+    whole, cut = (
+        trainer_of(compute_memory(dataclasses.replace(inputs, is_distribution_cut=is_cut), CONSTANTS)).parts[phase]
+        for is_cut in (False, True)
+    )
+    assert cut == whole | {"trainer.logprobs": CONSTANTS.logprob_chunk_bytes}
+
+
 def activations_of(inputs):
     return trainer_of(compute_memory(inputs, EXACT)).parts["train"]["trainer.activations"]
 
 
-def test_recomputation_keeps_less_the_more_it_computes_again():
-    inputs = inputs_of(*COLOCATED)
+@pytest.mark.parametrize("vocab_size", [128, 151936])
+def test_recomputation_keeps_less_the_more_it_computes_again(vocab_size):
+    whole = inputs_of(*COLOCATED)
+    inputs = dataclasses.replace(whole, shapes=whole.shapes.model_copy(update={"vocab_size": vocab_size}))
     layer = compute_layer_activations(inputs.shapes, inputs.parallel, 0, 1.0)
+    logits = 2 * vocab_size  # and their gradient, which are gone before a layer is computed again
     scale, num_layers = 2 * inputs.parallel.max_tokens_per_micro_batch, inputs.shapes.num_layers
     full = {"recompute_granularity": "full", "recompute_method": "uniform"}
     for size in (1, 4):
         kept = activations_of(with_parallel(inputs, **full, recompute_num_layers=size))
-        assert kept == scale * (num_layers / size * layer.entry + size * layer.whole)
+        assert kept == scale * (num_layers / size * layer.entry + max(0, size * layer.whole - logits))
     block = with_parallel(inputs, **full | {"recompute_method": "block"}, recompute_num_layers=6)
-    assert activations_of(block) == scale * (6 * layer.entry + (num_layers - 6) * layer.kept + layer.whole)
+    again = max(0, layer.whole - logits)
+    assert activations_of(block) == scale * (6 * layer.entry + (num_layers - 6) * layer.kept + again)
     mlp = with_parallel(inputs, recompute_granularity="selective", recompute_modules=("mlp",))
     saved = scale * num_layers * 3 * inputs.shapes.ffn_hidden_size
     assert activations_of(inputs) - activations_of(mlp) == saved
@@ -225,7 +275,7 @@ def test_the_cache_holds_as_many_longest_rollouts_as_it_says():
     fraction = compute_memory_fraction(inputs.gpu.memory_bytes, group)
     weights = memory.roles[0].parts["rollout"]["engine.weights"]
     assert room.capacity_tokens == pytest.approx(
-        (fraction * inputs.gpu.memory_bytes - weights) / room.kv_bytes_per_token, abs=2
+        (fraction * (inputs.gpu.memory_bytes - CONSTANTS.cuda_context_bytes) - weights) / room.kv_bytes_per_token, abs=2
     )
     limited = memory_of(*APART, f"+{MAIN}.sglang.max_total_tokens=20000")
     assert limited.engines[0].capacity_tokens == 20000
@@ -245,6 +295,37 @@ def test_an_engine_takes_what_sglang_would(memory_mib, expected):
     """Its formula by hand: 512 MiB, 1.5 a token of a chunk, 2 a request of a graph, an eighth of a GiB a GPU."""
     group = inputs_of(*APART).engine_groups[0]
     assert compute_memory_fraction(memory_mib << 20, group) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "num_requests"),
+    [
+        ((), 256),
+        (("cuda_graph_max_bs_decode=64",), 64),
+        (("cuda_graph_max_bs=64",), 64),  # its former name
+        (("cuda_graph_bs_decode=[1,16,48]", "cuda_graph_max_bs_decode=64"), 48),
+        (("disable_cuda_graph=true",), 0),
+        (("disable_decode_cuda_graph=true",), 0),
+        (("cuda_graph_backend_decode=disabled",), 0),
+        (("cuda_graph_backend_prefill=disabled",), 256),
+    ],
+)
+def test_decode_graphs_are_as_many_as_sglang_captures(options, num_requests):
+    memory = memory_of(*COLOCATED, *(f"+{MAIN}.sglang.{option}" for option in options))
+    parts = memory.roles[0].parts["rollout"]
+    assert parts.get("engine.cuda_graphs", 0) == round(num_requests * CONSTANTS.engine_graph_request_bytes)
+
+
+def test_engines_that_put_their_own_weights_back_keep_them_in_the_host():
+    inputs = inputs_of(*COLOCATED)
+    frozen = ServedEngines("judge/main", inputs.shapes, 2, False, inputs.engine_groups[0])
+    memory = compute_engine_memory(inputs, frozen, CONSTANTS)
+    assert memory.host_bytes == memory.parts["rollout"]["weights"]
+    role = compute_memory(inputs, CONSTANTS, (frozen,)).roles[0]
+    assert role.host_bytes == compute_memory(inputs, CONSTANTS).roles[0].host_bytes + memory.host_bytes
+    staying = dataclasses.replace(inputs, should_offload_engines=False)
+    for other, served in ((staying, frozen), (inputs, dataclasses.replace(frozen, is_updated=True))):
+        assert compute_engine_memory(other, served, CONSTANTS).host_bytes == 0
 
 
 def apply(inputs, fix):
@@ -272,6 +353,16 @@ def test_what_is_advised_is_enough(case, memory_gb):
         if problem.where.startswith("parallel.") and problem.fix.startswith("set"):
             role = trainer_of(compute_memory(apply(inputs, problem.fix), CONSTANTS))
             assert role.sum_phase("train") <= memory.usable_bytes, problem
+
+
+def test_engines_whose_caches_nixl_knows_are_not_told_to_give_them_back():
+    words = ("model=qwen3_4b", "cluster=h200_8", "parallel=dp2", "topology=pd_colocated", "algo=ppo")
+    inputs = inputs_of(*words, "topology.should_offload_trainer=false", "parallel.max_tokens_per_micro_batch=65536")
+    problems = find_memory_problems(inputs, CONSTANTS, compute_memory(inputs, CONSTANTS))
+    assert problems
+    for problem in problems:
+        assert "topology.should_offload_trainer=true" in problem.fix
+        assert "should_offload_engines" not in problem.fix
 
 
 def test_an_engine_that_takes_too_much_is_told_how_much_it_may_take():

@@ -378,6 +378,15 @@ def test_demonstrations_have_no_rollouts():
     assert [role.role for role in step.roles] == ["trainer"]
 
 
+def test_engines_without_memory_are_paused_already():
+    asleep, awake, apart = (
+        inputs_of(*words) for words in (COLOCATED, (*COLOCATED, "topology.should_offload_engines=false"), APART)
+    )
+    assert compute_sync_time(asleep, CONSTANTS)["pause"] == 0
+    for inputs in (awake, apart):
+        assert compute_sync_time(inputs, CONSTANTS)["pause"] == CONSTANTS.pause_abort_s
+
+
 def test_the_same_recipe_gives_the_same_prediction():
     first = step_of(*PD)
     assert compute_step_time(inputs_of(*PD), CONSTANTS) == first
@@ -386,7 +395,7 @@ def test_the_same_recipe_gives_the_same_prediction():
 def test_the_bottleneck_is_named_in_words():
     assert "rollout is" in step_of(*COLOCATED).bottleneck
     slow = with_constants(pause_abort_s=1e4)
-    assert "pause_mode=in_place" in step_of(*COLOCATED, constants=slow).bottleneck
+    assert "pause_mode=in_place" in step_of(*APART, constants=slow).bottleneck
     assert "larger micro-batches" in step_of(*COLOCATED, constants=with_constants(layer_launch_s=10.0)).bottleneck
 
 
