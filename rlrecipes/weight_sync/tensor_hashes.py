@@ -10,18 +10,8 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
-
-_MASK = 0xFFFFFFFF
-_MIX = (0x85EBCA6B, 0xC2B2AE35)
-_POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))
-"""Factor and rotation of a word's place, for each half of the hash."""
-_SEED = 0x243F6A88
-_SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _MASK)
-_TILE_WORDS = 8192
-_CHUNK_WORDS = 512 * _TILE_WORDS
-"""Worked on at once: 64-bit copies of them lie beside the tensor."""
 
 
 class TensorHasher(Protocol):
@@ -68,36 +58,27 @@ class TileHasher:
         hash = splitmix64(sum over tiles of (h_1 << 32 | h_2))                   modulo 2^64
 
     Source:
-        ``gpu_tensor_hash`` of SGLang 0.5.17, a Triton kernel; here in torch, on any device.
+        ``gpu_tensor_hash`` of SGLang 0.5.17. The inner sums are a kernel's (:mod:`tile_kernel`), one for a part.
     """
 
     def __init__(self) -> None:
         self._num_words = 0
         self._rest = torch.empty(0, dtype=torch.uint8)
         self._sums: list[tuple[int, Tensor]] = []
-        """First tile -> [2, tiles] sums of mixed words, modulo 2^32."""
+        """First tile -> sums of the words of one part."""
 
     def update(self, flat: Tensor) -> None:
         """Take more; [N] uint8."""
+        from rlrecipes.weight_sync.tile_kernel import TILE_WORDS, compute_tile_sums
+
         if len(self._rest) or flat.storage_offset() % 4:
             flat = torch.cat((self._rest.to(flat.device), flat))
         num_whole = len(flat) // 4 * 4
         self._rest = flat[num_whole:].clone()
         words = flat[:num_whole].view(torch.int32)
-        for start in range(0, len(words), _CHUNK_WORDS):
-            self._take(words[start : start + _CHUNK_WORDS])
-
-    def _take(self, words: Tensor) -> None:
-        places = torch.arange(self._num_words, self._num_words + len(words), device=words.device)
-        values, first, before = words.long() & _MASK, self._num_words // _TILE_WORDS, self._num_words % _TILE_WORDS
-        halves = []
-        for seed, (factor, rotation) in zip(_SEEDS, _POSITIONS, strict=True):
-            turned = (places << rotation | places >> 32 - rotation) & _MASK
-            mixed = _mix(values ^ (places * factor + seed & _MASK) ^ turned)
-            padded = functional.pad(mixed, (before, -(before + len(words)) % _TILE_WORDS))
-            halves.append(padded.view(-1, _TILE_WORDS).sum(1) & _MASK)
-        self._sums.append((first, torch.stack(halves)))
-        self._num_words += len(words)
+        if len(words):
+            self._sums.append((self._num_words // TILE_WORDS, compute_tile_sums(words, self._num_words)))
+            self._num_words += len(words)
 
     def hexdigest(self) -> str:
         """16 hex digits of all that came."""
@@ -105,19 +86,21 @@ class TileHasher:
             self.update(torch.zeros(4 - len(self._rest), dtype=torch.uint8, device=self._rest.device))
         if not self._num_words:
             return f"{0:016x}"
-        tiles = torch.zeros(2, -(-self._num_words // _TILE_WORDS), dtype=torch.int64)
+        num_tiles = max(first + sums.shape[1] for first, sums in self._sums)
+        tiles = np.zeros((2, num_tiles), np.uint32)
         for first, sums in self._sums:
-            tiles[:, first : first + sums.shape[1]] += sums.cpu()
-        high, low = _mix((tiles & _MASK) ^ (4 * self._num_words & _MASK)).numpy().astype(np.uint64)
+            tiles[:, first : first + sums.shape[1]] += sums.cpu().numpy().view(np.uint32)
+        high, low = _mix(tiles ^ np.uint32(4 * self._num_words & 0xFFFFFFFF)).astype(np.uint64)
         total = int(((high << np.uint64(32)) | low).sum(dtype=np.uint64))
         return f"{_splitmix64(total):016x}"
 
 
-def _mix(x: Tensor) -> Tensor:
-    """MurmurHash3's finalizer over 32-bit numbers kept in 64 bits."""
-    x = (x ^ (x >> 16)) * _MIX[0] & _MASK
-    x = (x ^ (x >> 13)) * _MIX[1] & _MASK
-    return x ^ (x >> 16)
+def _mix(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """MurmurHash3's finalizer, modulo 2^32."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    mixed: NDArray[np.uint32] = x ^ (x >> np.uint32(16))
+    return mixed
 
 
 def _splitmix64(x: int) -> int:

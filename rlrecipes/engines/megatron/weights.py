@@ -174,6 +174,11 @@ def _gather(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return parts
 
 
+def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Parts one after the other; one that is alone stays where it lies."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
 class WeightMap:
     """The table, applied to this rank's part of a model.
 
@@ -252,7 +257,7 @@ class WeightMap:
         """Whole HF tensors this pipeline stage owns, each once, gathered over TP, experts over EP and ETP.
 
         Every rank of these groups must iterate to the end, and each gets every tensor. A tied embedding comes from the
-        first stage alone.
+        first stage alone. What one rank holds whole and in HF's order is not copied: it changes with the next step.
 
         Yields:
             (HF name, tensor in the model's dtype on its device).
@@ -307,12 +312,12 @@ class WeightMap:
         if kind == "replicated":
             return parts
         if kind == "columns":
-            return [torch.cat(parts, 1)]
+            return [_join(parts, 1)]
         if kind == "vocabulary":
-            return [torch.cat(parts)[: self._shapes.vocab_size]]
+            return [_join(parts)[: self._shapes.vocab_size]]
         if kind == "gate_up":
-            return [torch.cat(halves) for halves in zip(*(part.chunk(2) for part in parts), strict=True)]
-        whole = torch.cat(parts)
+            return [_join(halves) for halves in zip(*(part.chunk(2) for part in parts), strict=True)]
+        whole = _join(parts)
         grouped = whole.view(self._shapes.num_query_groups, -1, *whole.shape[1:])
         return [part.flatten(0, 1) for part in torch.split(grouped, self._rows_per_group(), 1)]
 

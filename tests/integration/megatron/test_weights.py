@@ -166,3 +166,18 @@ def test_another_model_is_refused(ranks: RankGroup, tmp_path: Path) -> None:
     told = ranks.run(1, load_wrong_models, build_trainer_node(SINGLE), build_model_node(), wrong)[0]
     parts = ["embed_tokens", "48", "mlp", "k_proj", "layers.3.", "torn", "missing"]
     assert [part in text for part, text in zip(parts, told, strict=True)] == [True] * len(parts), told
+
+
+def find_copied(rank: int, port: int, trainer: TrainerNode, node: ModelNode) -> set[str]:
+    from rlrecipes.engines.megatron.rank import TrainerRank
+
+    trainer_rank = TrainerRank(trainer, node, rank=rank, master_address="127.0.0.1", master_port=port)
+    own = {parameter.untyped_storage().data_ptr() for _, parameter in trainer_rank._policy.named_parameters()}
+    sent = {name: tensor.untyped_storage().data_ptr() for name, tensor in trainer_rank.iter_hf_tensors()}
+    trainer_rank.close()
+    return {name.split(".")[-2] for name, address in sent.items() if address not in own}
+
+
+def test_what_one_rank_holds_whole_is_not_copied(ranks: RankGroup) -> None:
+    copied = ranks.run(1, find_copied, build_trainer_node(SINGLE), build_model_node("qwen3"))[0]
+    assert copied == {"q_proj", "k_proj", "v_proj"}  # they lie mixed, group by group
