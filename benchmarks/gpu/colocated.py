@@ -1,8 +1,8 @@
 """Engine and trainer on one GPU, taking turns: seconds and memory of each phase, the weight sync, and how far the
 trainer's log probabilities lie from the engine's.
 
-Runs ``rlrecipes train recipe=smollm2_135m_reasoning`` for a few steps, watched (watched_run.py). Needs a GPU, SGLang and
-megatron-core, no network::
+Runs ``rlrecipes train recipe=smollm2_135m_reasoning`` for a few steps, watched (watched_run.py). Needs a GPU, SGLang
+and megatron-core, no network::
 
     python benchmarks/gpu/colocated.py --model DIR [--steps 5] [--timeout 420] [--json FILE] [overrides ...]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rlrecipes.config.schema import RunConfig
 from rlrecipes.plan.nodes import POLICY
@@ -65,6 +66,31 @@ def one_router_has_one_kind_of_worker(config: RunConfig) -> Iterator[Found]:
             yield Found(f"{where}.server_groups", problem)
 
 
+def hands_over_by_nixl(native: Mapping[str, Any]) -> bool:
+    """Whether prefill and decode engines hand KV caches over through NIXL.
+
+    Args:
+        native: the group's options of SGLang.
+    """
+    return native.get("disaggregation_transfer_backend") == "nixl"
+
+
+@rule(
+    "topology.should_offload_engines",
+    fix="set it false, with sglang.mem_fraction_static low enough for the trainer beside them",
+)
+def caches_known_to_nixl_stay(config: RunConfig) -> Iterator[Found]:
+    """SGLang (0.5.17) never takes a KV cache back from NIXL: given away, its peers would go on writing where it was."""
+    if config.topology.device != "cuda" or not config.topology.should_offload_engines:
+        return
+    for where, _, group in list_groups(config):
+        is_half = group.worker_type in ("prefill", "decode")
+        if is_half and group.placement == "colocated" and hands_over_by_nixl(group.sglang):
+            problem = f"is true, but NIXL knows the KV caches of {where}, which have to stay where they are"
+            yield Found("topology.should_offload_engines", problem)
+            return
+
+
 @rule(
     f"{GROUP}.engine",
     f"{GROUP}.gpus_per_engine",
@@ -123,6 +149,7 @@ RULES = (
     served_model_has_engines,
     prefill_and_decode_come_together,
     one_router_has_one_kind_of_worker,
+    caches_known_to_nixl_stay,
     embedded_engine_is_one_cpu_process,
     external_engines_have_urls,
     urls_are_addresses,
