@@ -1,6 +1,7 @@
 """The quickstart on three seeds: held-out accuracy before SFT, between the stages and after RL, and its picture.
 
-python benchmarks/quickstart_seeds.py [--runs-dir DIR] [--picture docs/quickstart.png] [--algos grpo ...] [-- override]
+python benchmarks/quickstart_seeds.py [--runs-dir DIR] [--picture FILE] [--algos grpo ...] [--seeds 0 ...]
+[-- override]
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ def main() -> None:
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/seeds"))
     parser.add_argument("--picture", type=Path, default=Path("docs/quickstart.png"))
     parser.add_argument("--algos", nargs="+", default=["grpo"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("overrides", nargs="*", help="of the RL stage")
     asked = parser.parse_args()
     print("| algo | seed | before SFT | after SFT | after RL | gained by RL | SFT | RL |\n" + "|---" * 8 + "|")
     logs: dict[str, list[Any]] = {algo: [] for algo in asked.algos}
     gains: dict[str, list[float]] = {algo: [] for algo in asked.algos}
-    for seed in SEEDS:
+    for seed in asked.seeds:
         runs_dir = asked.runs_dir / f"seed-{seed}"
         sft, sft_s = train(runs_dir, "quickstart_sft", "quickstart_sft", seed, [f"model.init_seed={seed}"])
         for algo in asked.algos:

@@ -22,6 +22,7 @@ from rlrecipes.errors import ConfigError, RecipeError, TrainerError
 from rlrecipes.plan.hosts import FoundHost
 from rlrecipes.plan.nodes import HostNode, Plan
 from rlrecipes.runner.rank import RankWorker
+from rlrecipes.runner.reaper import DRIVER_VARIABLE
 
 os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"  # Ray's C++ core would take SIGTERM for a crash; read on import
 import ray
@@ -167,6 +168,7 @@ def _init_ray(plan: Plan) -> None:
         "RAY_worker_niceness": "0",  # it would put the trainer behind every other process of the host
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "HF_HUB_OFFLINE": "1",
+        DRIVER_VARIABLE: str(os.getpid()),
     }
     if plan.trainer.device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}

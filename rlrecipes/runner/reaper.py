@@ -2,7 +2,8 @@
 
 Ray's agents outlive a driver that was killed by a minute: they try to tell a head that is dead too. They give
 themselves other names and are nobody's children by then, but every process of a Ray writes logs in its session's
-directory, which is named after the driver's process.
+directory, which is named after the driver's process. What trainer ranks have started (torch's compilers look for their
+parent once a minute) writes nowhere, but has inherited DRIVER_VARIABLE.
 
     python reaper.py DRIVER_PID
 """
@@ -18,6 +19,8 @@ import sys
 import time
 from collections.abc import Iterator
 
+DRIVER_VARIABLE = "RLRECIPES_DRIVER"
+"""In the environment of everything that a driver starts: the driver's process number."""
 _SHARED_MEMORY_KEEPER = "torch_shm_manag"
 """torch's process that removes shared memory when its users have died; it inherits their files, and then ends."""
 _INTERVAL_S = 0.1
@@ -48,19 +51,24 @@ def run_reaper(driver_pid: int) -> None:
 
 def _find_left(driver_pid: int) -> Iterator[int]:
     session = re.compile(rf"/session_[^/]*_{driver_pid}/")
-    for name in filter(str.isdigit, os.listdir("/proc")):
+    inherited = f"{DRIVER_VARIABLE}={driver_pid}".encode()
+    own = str(os.getpid())  # it has inherited the variable too
+    for name in (name for name in os.listdir("/proc") if name.isdigit() and name != own):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             handle = os.pidfd_open(int(name))
-            if _writes_into(session, f"/proc/{name}"):
+            if _is_of_driver(f"/proc/{name}", session, inherited):
                 yield handle
             else:
                 os.close(handle)
 
 
-def _writes_into(session: re.Pattern[str], process: str) -> bool:
+def _is_of_driver(process: str, session: re.Pattern[str], inherited: bytes) -> bool:
     with open(f"{process}/comm", encoding="utf-8") as comm:
         if comm.read().startswith(_SHARED_MEMORY_KEEPER):
             return False
+    with open(f"{process}/environ", "rb") as environment:
+        if inherited in environment.read().split(b"\0"):
+            return True
     return any(session.search(os.readlink(entry.path)) for entry in os.scandir(f"{process}/fd"))
 
 
