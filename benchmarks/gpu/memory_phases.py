@@ -1,6 +1,7 @@
 """Memory of one GPU in each phase, as the Plan predicts it and as it was measured; the model's constants fitted anew.
 
     python benchmarks/gpu/memory_phases.py --model DIR [--second-model DIR] [--gpu 0] [--budget-s 560]
+    python benchmarks/gpu/memory_phases.py --read --directory DIR    # what was measured there, by the model as it is now
     python benchmarks/gpu/memory_phases.py --device cpu --only 135m 1b-layers-again    # the plumbing, with a tiny model
 
 Every configuration is a recipe, resolved as ``rlrecipes plan`` does it. Of most, the Plan's trainer runs alone: built,
@@ -13,6 +14,7 @@ and all beside it. ``needed`` has torch's allocated memory instead of the reserv
 
 The directory of each configuration gets plan.yaml and memory.jsonl, which ``rlrecipes calibrate`` reads. Constants are
 fitted by the same code: to all configurations, and for each to all others, a fit that has not seen what it is held to.
+What a trainer alone leaves when it is offloaded is compared and not fitted: other phases tell of what has to stay.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +104,7 @@ CONFIGURATIONS = {
     ),
 }
 FULL_WHATEVER_THE_DATA = ("init", "rollout", "weight_sync")
-"""Phases of shared GPUs that constants are fitted to: in the others, prompts and short answers leave room."""
+"""Phases of shared GPUs that are compared: in the others, prompts and short answers leave room."""
 
 
 # ---- a trainer alone, in a process of its own
@@ -322,11 +324,11 @@ def read_trainer(directory: Path) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def read_engine(directory: Path, idle_mib: float) -> list[dict[str, Any]]:
+def read_engine(directory: Path) -> list[dict[str, Any]]:
     """What the GPU held in each phase of a watched run, in bytes; only its driver's count is known."""
-    samples = [
-        (line["at_s"], max(line["used_mib"]) - idle_mib) for line in read_lines(directory / MEMORY) if "at_s" in line
-    ]
+    samples = [(line["at_s"], max(line["used_mib"])) for line in read_lines(directory / MEMORY) if "at_s" in line]
+    idle_mib = min((mib for _, mib in samples), default=0.0)  # before anything had started
+    samples = [(at_s, mib - idle_mib) for at_s, mib in samples]
     spans: dict[str, list[tuple[float, float]]] = {}
     for line in read_lines(directory / PHASES):
         if "ended_s" in line:
@@ -369,7 +371,7 @@ def print_capacity(run_dir: Path, inputs: Any, constants: Any) -> None:
         print(f"KV cache: {predicted:,} tokens predicted, {found:,} in SGLang's log, ratio {predicted / found:.3f}")
 
 
-def report(name: str, directory: Path, arguments: argparse.Namespace) -> Any:
+def report(name: str, directory: Path) -> Any:
     """Print one configuration's table, write its measurement, and return that; None where nothing was measured."""
     from rlrecipes.plan.memory import load_memory_constants
     from rlrecipes.plan.memory_fitting import MemoryMeasurement, MemoryObservation, predict_memory
@@ -382,9 +384,10 @@ def report(name: str, directory: Path, arguments: argparse.Namespace) -> Any:
         return None
     inputs, constants = read_step_inputs(load_plan(home / "plan.yaml")), load_memory_constants(None)
     assert inputs is not None
-    rows = read_trainer(directory) if is_alone else read_engine(directory, arguments.idle_mib)
+    rows = read_trainer(directory) if is_alone else read_engine(directory)
     print(f"\n{name}: {inputs.parallel.max_tokens_per_micro_batch} tokens, {' '.join(CONFIGURATIONS[name].overrides)}")
-    print("| phase | of | predicted GB | measured GB | ratio | needed GB | ratio |\n|---|---|---|---|---|---|---|")
+    print("| phase | of | predicted GB | measured GB | off by GB | ratio | needed GB | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
     observed = []
     for row in rows:
         phase = "update" if row["phase"] == "(state)" else row["phase"]
@@ -396,14 +399,24 @@ def report(name: str, directory: Path, arguments: argparse.Namespace) -> Any:
             observed.append(observation)
         needed = row["needed"]
         beside = f"{needed / 1e9:.2f} | {predicted / needed:.3f}" if needed else " | "
-        measured = f"{row['measured'] / 1e9:.2f} | {predicted / row['measured']:.3f}"
-        print(f"| {row['phase']} | {row['owner']} | {predicted / 1e9:.2f} | {measured} | {beside} |")
+        off = f"{(predicted - row['measured']) / 1e9:+.2f} | {predicted / row['measured']:.3f}"
+        measured = f"{row['measured'] / 1e9:.2f}"
+        print(f"| {row['phase']} | {row['owner']} | {predicted / 1e9:.2f} | {measured} | {off} | {beside} |")
     if not is_alone:
         print_capacity(home, inputs, constants)
     sys.stdout.flush()
-    lines = [{"phase": one.phase, "owner": one.owner, "num_bytes": one.num_bytes} for one in observed]
+    measurement = MemoryMeasurement(name, inputs, tuple(observed))
+    lines = [
+        {"phase": one.phase, "owner": one.owner, "num_bytes": one.num_bytes} for one in to_fit(measurement).observed
+    ]
     (home / "memory.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return MemoryMeasurement(name, inputs, tuple(observed)) if observed else None
+    return measurement if observed else None
+
+
+def to_fit(measurement: Any) -> Any:
+    """Without what an offloaded trainer left: more than other phases tell of is memory that it failed to give back."""
+    observed = [one for one in measurement.observed if (one.phase, one.owner) != ("rollout", "trainer")]
+    return replace(measurement, observed=tuple(observed))
 
 
 def count_part(inputs: Any, constants: Any, phase: str, part: str) -> int:
@@ -418,9 +431,10 @@ def print_fit(measurements: Sequence[Any]) -> None:
     from rlrecipes.plan.memory_fitting import fit_memory, predict_memory
 
     constants = load_memory_constants(None)
-    whole = fit_memory(measurements, constants)
+    fitting = [to_fit(one) for one in measurements]
+    whole = fit_memory(fitting, constants)
     print("\n| constant | shipped | fitted to all | fitted to all but one, lowest and highest |\n|---|---|---|---|")
-    others = [fit_memory([m for m in measurements if m is not one], constants) for one in measurements]
+    others = [fit_memory([*fitting[:number], *fitting[number + 1 :]], constants) for number in range(len(fitting))]
     for name in whole.fitted:
         values = [getattr(fit.constants, name) for fit in others if name in fit.fitted]
         spread = f"{min(values):.4g} to {max(values):.4g}" if values else "by none"
@@ -479,12 +493,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--timeout-s", type=float, default=90, help="longest time of a trainer alone")
     parser.add_argument("--engine-timeout-s", type=float, default=240, help="longest time of a run with an engine")
     parser.add_argument("--directory", type=Path, help="for everything written; a temporary one by default")
+    parser.add_argument("--read", action="store_true", help="run nothing: the tables of what --directory has")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: trainers alone")
     parser.add_argument("--child", choices=CONFIGURATIONS, help=argparse.SUPPRESS)
     parser.add_argument("--idle-mib", type=float, default=0.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.read and arguments.directory is None:
+        parser.error("--read needs --directory")
     engines = [name for name in arguments.only if CONFIGURATIONS[name].shape is None]
-    if engines and arguments.device == "cpu":
+    if arguments.read:
+        arguments.only = [name for name in arguments.only if (arguments.directory / name / PHASES).is_file()]
+    elif engines and arguments.device == "cpu":
         arguments.only = [name for name in arguments.only if name not in engines]
     elif engines and not arguments.child and not (Path(arguments.model or "") / "config.json").is_file():
         parser.error("--model or MODEL must name an HF directory")
@@ -496,27 +515,31 @@ def main() -> int:
     arguments, begin_s = parse_arguments(), time.monotonic()
     if arguments.child:
         return run_child(arguments)
-    if arguments.device == "cuda":
+    if arguments.device == "cuda" and not arguments.read:
         try:
             arguments.idle_mib = read_used_mib(arguments.gpu)
         except NVMLError as error:
             print(f"no GPU {arguments.gpu} is known: {error}")
             return 1
     sys.path.insert(0, str(ROOT))
-    print(
-        f"GPU {arguments.gpu}: {arguments.idle_mib:.0f} MiB in use before; all is in {arguments.directory}", flush=True
-    )
+    if arguments.read:
+        runs = iter([(name, arguments.directory / name, True) for name in arguments.only])
+    else:
+        idle = f"GPU {arguments.gpu}: {arguments.idle_mib:.0f} MiB in use before"
+        print(f"{idle}; all is in {arguments.directory}", flush=True)
+        runs = iter_runs(arguments, begin_s)
     measurements, num_whole = [], 0
-    for name, directory, is_whole in iter_runs(arguments, begin_s):
+    for name, directory, is_whole in runs:
         num_whole += is_whole
         try:
-            if (found := report(name, directory, arguments)) is not None:
+            if (found := report(name, directory)) is not None:
                 measurements.append(found)
         except Exception:  # the next may do better
             traceback.print_exc(file=sys.stdout)
     if len(measurements) > 1:
         print_fit(measurements)
-    print(f"\n{num_whole} of {len(arguments.only)} came to their end, {time.monotonic() - begin_s:.0f} s")
+    if not arguments.read:
+        print(f"\n{num_whole} of {len(arguments.only)} came to their end, {time.monotonic() - begin_s:.0f} s")
     return 0 if num_whole == len(arguments.only) else 1
 
 

@@ -1,8 +1,9 @@
 """GRPO by TRL's GRPOTrainer on one GPU, as fast as it goes there; against_others.py runs it.
 
-Generation is in the trainer's process: transformers' generate over padded prompts, or its continuous batching. (TRL's
-third path needs vLLM.) Weights and Adam are bfloat16, without float32 copies, which is less work than the other sides
-do. Everything that only costs time is off: autocast, gradient checkpointing, progress bar, logging, saving, evaluation.
+Generation is by transformers' generate, in the trainer's process. (TRL's other paths want packages: vLLM, or flash-attn
+for transformers' continuous batching, whose attention by torch alone is of every request to the cache of all.) Weights
+and Adam are bfloat16, without float32 copies, which is less work than the other sides do. Everything that only costs
+time is off: autocast, gradient checkpointing, progress bar, logging, saving, evaluation.
 """
 
 from __future__ import annotations
@@ -26,13 +27,6 @@ if TYPE_CHECKING:
 
 NUM_MICRO_BATCHES = 4
 """Of 256 rollouts each: more at once would not fit beside their activations."""
-GENERATION = {
-    "generate": {"generation_kwargs": {"min_new_tokens": NUM_NEW_TOKENS}},
-    "continuous batching": {
-        "use_transformers_continuous_batching": True,
-        "generation_kwargs": {"eos_token_id": -1},
-    },
-}
 
 
 class TimedTrainer(GRPOTrainer):
@@ -72,8 +66,8 @@ class TimedTrainer(GRPOTrainer):
 class StepRecorder(TrainerCallback):
     """Is the reward as well: what it is shown is what was generated. Ends the run when no step would end in time."""
 
-    def __init__(self, recorder: Recorder, generation: str, until: float) -> None:
-        self._recorder, self._generation, self._until = recorder, generation, until
+    def __init__(self, recorder: Recorder, until: float) -> None:
+        self._recorder, self._until = recorder, until
         self._lengths: list[int] = []
         self._rewards: list[float] = []
         self._began = 0.0
@@ -92,12 +86,11 @@ class StepRecorder(TrainerCallback):
         assert self.trainer is not None
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        now, spent = time.perf_counter(), self.trainer.spent
-        total_s = now - self._began
+        total_s, spent = time.perf_counter() - self._began, self.trainer.spent
         phases = {name: spent[name] for name in ("rollout", "reward")}
         phases["train"] = total_s - spent["generate and score"]
         record = {
-            "name": self._generation,
+            "name": "transformers' generate",
             "phases": phases,
             "total_s": total_s,
             "num_samples": len(self._lengths),
@@ -107,12 +100,14 @@ class StepRecorder(TrainerCallback):
         }
         self._recorder.tell(**record)
         print(record, flush=True)
-        self._lengths, self._rewards, self._began = [], [], now
+        if not all(weight.isfinite().all() for weight in self.trainer.model.parameters()):
+            raise SystemExit("after this step weights are not finite")
+        self._lengths, self._rewards, self._began = [], [], time.perf_counter()
         self.trainer.spent, self.trainer.num_trained = {}, 0
         control.should_training_stop = control.should_training_stop or time.time() + total_s > self._until
 
 
-def build_config(output_dir: Path, generation: str, num_steps: int) -> GRPOConfig:
+def build_config(output_dir: Path, num_steps: int) -> GRPOConfig:
     return GRPOConfig(
         output_dir=str(output_dir),
         max_steps=num_steps,
@@ -146,7 +141,7 @@ def build_config(output_dir: Path, generation: str, num_steps: int) -> GRPOConfi
         eval_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        **GENERATION[generation],
+        generation_kwargs={"min_new_tokens": NUM_NEW_TOKENS},
     )
 
 
@@ -156,14 +151,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL; NUM_PROMPTS of them a step")
     parser.add_argument("--output", type=Path, required=True, help="a line a step")
     parser.add_argument("--until", type=float, required=True, help="no step begins that would end later than this time")
-    parser.add_argument("--generation", choices=GENERATION, default="generate")
     arguments = parser.parse_args()
+    # Its backward pass under a mask gives NaN where a length is 64 + a multiple of 128 (pytorch/pytorch#196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     prompts = read_prompts(arguments.prompts)
-    recorder = StepRecorder(Recorder(arguments.output), arguments.generation, arguments.until)
+    recorder = StepRecorder(Recorder(arguments.output), arguments.until)
     trainer = TimedTrainer(
         model=arguments.model,
         reward_funcs=recorder.reward,
-        args=build_config(arguments.output.parent, arguments.generation, len(prompts) // NUM_PROMPTS),
+        args=build_config(arguments.output.parent, len(prompts) // NUM_PROMPTS),
         # With a fingerprint: working one out fails where pyarrow lies outside Python's own site-packages.
         train_dataset=Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="prompts"),
         callbacks=[recorder],

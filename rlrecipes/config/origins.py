@@ -39,12 +39,11 @@ def read_origins(
         for group, option in sorted(defaults.overrides.known_choices.items())
         if option is not None and not group.startswith("hydra/")
     }
+    roots = [f"file://{directory.absolute()}" for directory in config_dirs]
+    roots += [source.full_path() for source in loader.get_sources()]  # in the order in which Hydra searches them
     for default in defaults.defaults:
         if default.config_path is None or default.config_path.startswith("hydra"):
             continue
-        source = loader.repository.load_config(default.config_path)
-        roots = [f"file://{directory.absolute()}" for directory in config_dirs]
-        roots += [source.path] if source is not None else []
         file = next((found for root in roots if (found := _locate(root, default.config_path))), None)
         if file is None:
             continue

@@ -42,10 +42,10 @@ def compute_layer_activations(
     """
     kind = (is_linear_layer(shapes, layer), is_moe_layer(shapes, layer))
     selected = _selected(parallel)
+    is_fused = parallel.megatron.get("transformer_impl") != "local"
     etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    return _compute(
-        shapes, parallel.tensor_model_parallel_size, etp, parallel.sequence_parallel, selected, kind, expert_imbalance
-    )
+    tp, is_split = parallel.tensor_model_parallel_size, parallel.sequence_parallel
+    return _compute(shapes, tp, etp, is_split, selected, is_fused, kind, expert_imbalance)
 
 
 def compute_widest_layer(shapes: ModelShapes, tensor_parallel_size: int) -> float:
@@ -57,7 +57,7 @@ def compute_widest_layer(shapes: ModelShapes, tensor_parallel_size: int) -> floa
     """
     kinds = {(is_linear_layer(shapes, layer), is_moe_layer(shapes, layer)) for layer in range(shapes.num_layers)}
     tp = tensor_parallel_size
-    return max(_compute(shapes, tp, tp, False, (), kind, 1.0).whole for kind in kinds)
+    return max(_compute(shapes, tp, tp, False, (), False, kind, 1.0).whole for kind in kinds)
 
 
 def _selected(parallel: ParallelConfig) -> tuple[str, ...]:
@@ -73,6 +73,7 @@ def _compute(
     etp: int,
     is_sequence_parallel: bool,
     selected: tuple[str, ...],
+    is_fused: bool,
     kind: tuple[bool, bool],
     expert_imbalance: float,
 ) -> LayerActivations:
@@ -80,8 +81,11 @@ def _compute(
     entry = shapes.hidden_size / split
     is_linear, is_moe = kind
     attention = _delta_net(shapes, tp) if is_linear else _attention(shapes, tp)
-    mlp = _experts(shapes, tp, etp, split, expert_imbalance) if is_moe else {"mlp": 3 * shapes.ffn_hidden_size / tp}
-    norms = (2 + shapes.post_self_attn_layernorm + shapes.post_mlp_layernorm) * entry
+    # Transformer Engine's dense MLP has the norm before it inside, and computes it again with itself.
+    inside = is_fused and not is_moe
+    dense = {"mlp": 3 * shapes.ffn_hidden_size / tp + inside * entry}
+    mlp = _experts(shapes, tp, etp, split, expert_imbalance) if is_moe else dense
+    norms = (2 - inside + shapes.post_self_attn_layernorm + shapes.post_mlp_layernorm) * entry
     parts = {"residual": 2 * entry, "layernorm": norms, **attention, **mlp}
     dropped = sum(parts.get(name, 0.0) for name in _dropped_parts(selected))
     whole = sum(parts.values())

@@ -110,6 +110,9 @@ def to_engine_env(group: ServerGroupConfig, config: RunConfig, gpus: Sequence[in
         gpus: of its node that it may use.
     """
     env = {"HF_HUB_OFFLINE": "1"}
+    if group.engine == "sglang":
+        # The router keeps an idle connection for 50 s. SGLang closes it after 5, and a request under way then is lost.
+        env |= {"SGLANG_TIMEOUT_KEEP_ALIVE": "120"}
     if config.topology.device == "cpu":
         env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         if group.engine == "sglang":

@@ -12,7 +12,7 @@ from rlrecipes.plan.memory_constants import MemoryConstants
 from rlrecipes.plan.memory_nodes import EngineRoomNode, Phase
 from rlrecipes.plan.model_costs import compute_state_bytes
 from rlrecipes.plan.step_inputs import EngineGroup, StepInputs
-from rlrecipes.plan.trainer_memory import Parts
+from rlrecipes.plan.trainer_memory import Parts, compute_bucket_bytes
 
 _MIB = 1 << 20
 _DECODE_TOKENS = 2048
@@ -76,18 +76,19 @@ def compute_engine_memory(inputs: StepInputs, served: ServedEngines, constants: 
     room, cache = _compute_room(own, served, weights, constants)
     base: Parts = {
         "context": constants.cuda_context_bytes,
+        "workspace": constants.engine_workspace_bytes,
         "nccl": constants.nccl_group_bytes * (group.num_gpus > 1),
-        "weights": weights,
         "cuda_graphs": _count_graph_requests(inputs.gpu.memory_bytes, group) * constants.engine_graph_request_bytes,
-        "activations": _compute_activation_bytes(own, group, constants),
     }
-    full = base | {"kv_cache": cache}
+    working = base | {"weights": weights, "activations": _compute_activation_bytes(own, group, constants)}
+    full = working | {"kv_cache": cache}
     is_released = group.placement == "colocated" and inputs.should_offload_engines
-    away: Parts = {"released": constants.released_engine_bytes} if is_released else full
-    bucket: Parts = {"weight_sync": float(inputs.weight_sync.bucket_bytes)} if served.is_updated else {}
-    returning = base if is_released and served.is_updated else away
+    away = base if is_released else full
+    is_received = served.is_updated and inputs.weight_sync.transport != "tensor"  # handles are read where they lie
+    bucket: Parts = {"weight_sync": compute_bucket_bytes(inputs)} if is_received else {}
+    returning = base | {"weights": weights} if is_released and served.is_updated else away
     parts: dict[Phase, Parts] = {
-        "init": away,
+        "init": away | {"workspace": constants.engine_start_bytes},
         "rollout": full,
         "logprobs": away,
         "train": away,

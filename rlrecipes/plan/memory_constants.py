@@ -10,12 +10,13 @@ class MemoryConstants:
     """Section ``memory`` of calibration.yaml, one field an entry; units stand there."""
 
     cuda_context_bytes: float
+    trainer_start_bytes: float
     trainer_workspace_bytes: float
     nccl_group_bytes: float
     logprob_chunk_bytes: float
     activation_overhead_fraction: float
     expert_imbalance_fraction: float
-    offloaded_trainer_bytes: float
     engine_graph_request_bytes: float
-    released_engine_bytes: float
+    engine_start_bytes: float
+    engine_workspace_bytes: float
     headroom_fraction: float

@@ -12,6 +12,7 @@ from rlrecipes.plan.memory_constants import MemoryConstants
 from rlrecipes.plan.memory_nodes import Phase
 from rlrecipes.plan.parameters import (
     RankCounts,
+    compute_num_parameters,
     compute_padded_vocab_size,
     compute_rank_parameters,
     compute_stage_layers,
@@ -116,7 +117,8 @@ def _compute_stage(
 ) -> StageMemory:
     is_last = stage == inputs.parallel.pipeline_model_parallel_size - 1
     base: Parts = {
-        "context": constants.cuda_context_bytes + constants.trainer_workspace_bytes,
+        "context": constants.cuda_context_bytes,
+        "workspace": constants.trainer_workspace_bytes,
         "nccl": constants.nccl_group_bytes * _count_groups(inputs.parallel),
     }
     state, gradients, host_bytes = _compute_state(inputs, counts, is_last=is_last)
@@ -126,36 +128,63 @@ def _compute_stage(
     # The kernels of a whole distribution copy nothing.
     chunk = {"logprobs": constants.logprob_chunk_bytes} if is_last and inputs.is_distribution_cut else {}
     copies: Parts = {"gradient_copies": compute_gradient_copy_bytes(counts, inputs.parallel, inputs.dtype_bytes)}
-    largest = max(
-        inputs.weight_sync.bucket_bytes, inputs.shapes.vocab_size * inputs.shapes.hidden_size * inputs.dtype_bytes
-    )
-    scale = inputs.dtype_bytes * (1 + constants.activation_overhead_fraction)
+    # What torch's allocator reserves above what is allocated grows with all that comes and goes.
+    overhead = 1 + constants.activation_overhead_fraction
     kept, working, forward = (
-        number * scale for number in _compute_activation_numbers(inputs, constants, stage, chunks)
+        number * inputs.dtype_bytes for number in _compute_activation_numbers(inputs, constants, stage, chunks)
     )
+    # One hidden state: around the output layer are the last norm's input, the rows that the layer takes and, while
+    # nothing is trained, the norm's output.
+    split = inputs.parallel.tensor_model_parallel_size if inputs.parallel.sequence_parallel else 1
+    hidden = is_last * inputs.shapes.hidden_size / split * inputs.dtype_bytes
     shown = {"frozen_weights": float(counts.total * inputs.dtype_bytes)} if frozen else {}
     is_offloaded = _is_offloaded(inputs)
-    left: Parts = {"offloaded": constants.offloaded_trainer_bytes}
-    between = left if is_offloaded else held | copies  # which stay until the next train step
-    sending = left | {"weights": state["weights"]} if is_offloaded else between
+    between = base if is_offloaded else held | copies  # which stay until the next train step
+    sending = base | {"weights": state["weights"]} if is_offloaded else between
     built = state["optimizer"] * (1 - 2 * _FP32_BYTES / compute_state_bytes_per_parameter(inputs.dtype_bytes))
     fixed: dict[Phase, Parts] = {
-        "init": held | {"optimizer": built},
+        "init": held
+        | {"optimizer": built, "workspace": constants.trainer_start_bytes, "loading": _compute_largest_tensor(inputs)},
         "rollout": between,
         "logprobs": (held if is_offloaded else between) | shown | chunk,
         "train": held | chunk,
         "update": held | copies,
-        "weight_sync": sending | {"weight_sync": 2.0 * largest},
+        "weight_sync": sending | {"weight_sync": _compute_sync_bytes(inputs)},
     }
     # Megatron holds one micro-batch's logits while the next goes forward. Trained ones have a gradient, and no layer is
     # computed again while both are there.
     per_token: dict[Phase, Parts] = {
-        "logprobs": {"activations": max(0.0, forward - logits), "logits": 2 * logits},
-        "train": {"activations": kept + max(0.0, working - 2 * logits), "logits": 2 * logits},
+        "logprobs": {"activations": overhead * max(3 * hidden, forward - logits), "logits": overhead * 2 * logits},
+        "train": {
+            "activations": overhead * (kept + max(2 * hidden, working - 2 * logits)),
+            "logits": overhead * 2 * logits,
+        },
     }
     if is_offloaded:
         host_bytes += sum(state.values()) - gradients  # these are not kept
     return StageMemory(stage, fixed, per_token, host_bytes + frozen)
+
+
+def compute_bucket_bytes(inputs: StepInputs) -> float:
+    """Of the largest bucket of a weight sync: no tensor is split, and there are no more than all.
+
+    Args:
+        inputs: of the step.
+    """
+    whole = compute_num_parameters(inputs.shapes) * inputs.dtype_bytes
+    return float(min(whole, max(inputs.weight_sync.bucket_bytes, _compute_largest_tensor(inputs))))
+
+
+def _compute_largest_tensor(inputs: StepInputs) -> float:
+    """The embedding: there once more while it is loaded, and never split between buckets."""
+    return float(inputs.shapes.vocab_size * inputs.shapes.hidden_size * inputs.dtype_bytes)
+
+
+def _compute_sync_bytes(inputs: StepInputs) -> float:
+    """A bucket of gathered tensors where they are split, and a copy of it that engines read by handles."""
+    parallel = inputs.parallel
+    is_split = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size > 1
+    return (is_split + (inputs.weight_sync.transport == "tensor")) * compute_bucket_bytes(inputs)
 
 
 def _compute_state(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> tuple[Parts, float, float]:

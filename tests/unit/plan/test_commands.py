@@ -68,6 +68,13 @@ def test_on_a_cpu_there_is_no_memory_saver(tmp_path):
     assert tell(plan) == {"policy": ([], "false")}
 
 
+def test_an_engine_of_sglang_keeps_idle_connections_longer_than_the_router_does():
+    engines = [plan_of(f"topology={name}").policy.engines[0] for name in ("colocated", "embedded")]
+    kept = [engine.env.get("SGLANG_TIMEOUT_KEEP_ALIVE") for engine in engines]
+    assert float(kept[0]) > 50
+    assert kept[1] is None
+
+
 def test_every_rank_of_an_engine_has_the_trainer_rank_on_its_gpu():
     plan = plan_of(
         "topology=colocated",
