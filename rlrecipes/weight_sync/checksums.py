@@ -15,7 +15,7 @@ import torch
 
 from rlrecipes.errors import WeightSyncError
 from rlrecipes.weight_sync.protocols import NamedTensors
-from rlrecipes.weight_sync.tensor_hashes import TensorHasher, build_hasher
+from rlrecipes.weight_sync.tensor_hashes import TensorHasher, bring_to_host, build_hasher
 
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
@@ -58,6 +58,7 @@ class ChecksumTee:
 
     def checksums(self) -> dict[str, str]:
         """Engine name -> 16 hex digits, of what has passed."""
+        bring_to_host(self._hashers.values())
         return {name: hasher.hexdigest() for name, hasher in self._hashers.items()}
 
 

@@ -6,6 +6,8 @@ Both take a tensor in parts, since an engine hashes several of the trainer's as 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -33,6 +35,21 @@ def build_hasher(device_type: str) -> TensorHasher:
     return TileHasher() if device_type == "cuda" else Sha256Hasher()
 
 
+def bring_to_host(hashers: Iterable[TensorHasher]) -> None:
+    """Read what hashers hold on a GPU in one copy: hundreds of small ones would each wait for the GPU.
+
+    Args:
+        hashers: that have taken everything.
+    """
+    tiled = [hasher for hasher in hashers if isinstance(hasher, TileHasher)]
+    held = [sums for hasher in tiled for _, sums in hasher.sums]
+    if not held:
+        return
+    read = iter(torch.cat(held, 1).cpu().tensor_split(list(accumulate(sums.shape[1] for sums in held[:-1])), 1))
+    for hasher in tiled:
+        hasher.sums = [(first, next(read)) for first, _ in hasher.sums]
+
+
 class Sha256Hasher:
     """The first 8 bytes of SHA-256."""
 
@@ -57,6 +74,9 @@ class TileHasher:
         h = mix(sum_{i in tile} mix(v_i ^ (i c + s) ^ rotate(i, r)) ^ 4 n)      for two (c, s, r), modulo 2^32
         hash = splitmix64(sum over tiles of (h_1 << 32 | h_2))                   modulo 2^64
 
+    Attributes:
+        sums: first tile -> sums of the words of one part, [2, tiles] int32.
+
     Source:
         ``gpu_tensor_hash`` of SGLang 0.5.17. The inner sums are a kernel's (:mod:`tile_kernel`), one for a part.
     """
@@ -64,8 +84,7 @@ class TileHasher:
     def __init__(self) -> None:
         self._num_words = 0
         self._rest = torch.empty(0, dtype=torch.uint8)
-        self._sums: list[tuple[int, Tensor]] = []
-        """First tile -> sums of the words of one part."""
+        self.sums: list[tuple[int, Tensor]] = []
 
     def update(self, flat: Tensor) -> None:
         """Take more; [N] uint8."""
@@ -77,7 +96,7 @@ class TileHasher:
         self._rest = flat[num_whole:].clone()
         words = flat[:num_whole].view(torch.int32)
         if len(words):
-            self._sums.append((self._num_words // TILE_WORDS, compute_tile_sums(words, self._num_words)))
+            self.sums.append((self._num_words // TILE_WORDS, compute_tile_sums(words, self._num_words)))
             self._num_words += len(words)
 
     def hexdigest(self) -> str:
@@ -86,9 +105,9 @@ class TileHasher:
             self.update(torch.zeros(4 - len(self._rest), dtype=torch.uint8, device=self._rest.device))
         if not self._num_words:
             return f"{0:016x}"
-        num_tiles = max(first + sums.shape[1] for first, sums in self._sums)
+        num_tiles = max(first + sums.shape[1] for first, sums in self.sums)
         tiles = np.zeros((2, num_tiles), np.uint32)
-        for first, sums in self._sums:
+        for first, sums in self.sums:
             tiles[:, first : first + sums.shape[1]] += sums.cpu().numpy().view(np.uint32)
         high, low = _mix(tiles ^ np.uint32(4 * self._num_words & 0xFFFFFFFF)).astype(np.uint64)
         total = int(((high << np.uint64(32)) | low).sum(dtype=np.uint64))

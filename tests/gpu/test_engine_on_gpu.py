@@ -16,7 +16,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 TIMEOUT_S = 200.0
 MOST_NATS = 0.06
-"""Of the mean difference of log probabilities, trainer against engine; docs/gpu.md says what bfloat16 costs this model."""
+"""Of the mean difference of log probabilities, trainer against engine; docs/gpu.md says what bfloat16 costs."""
 SMALL = ("schedule.prompts_per_step=16", "optim.num_warmup_train_steps=0", "rollout.evaluation.num_prompts=16")
 
 

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from rlrecipes.weight_sync.tensor_hashes import Sha256Hasher, TileHasher, build_hasher
+from rlrecipes.weight_sync.tensor_hashes import Sha256Hasher, TileHasher, bring_to_host, build_hasher
 
 OF_A_GPU = {
     1: "3d93a6540b54ef2a",
@@ -63,6 +63,15 @@ def check_a_tensor_that_begins_between_two_words():
     assert hash_parts(TileHasher(), [buffer[1:].view(torch.uint8)]) == hash_parts(TileHasher(), [whole])
 
 
+def check_hashers_that_are_read_together():
+    hashers = {size: TileHasher() for size in OF_A_GPU}
+    for size, hasher in hashers.items():
+        for part in torch.tensor_split(build_bytes(size), [cut for cut in (5, 40_000) if cut < size]):
+            hasher.update(part)
+    bring_to_host([*hashers.values(), Sha256Hasher(), TileHasher()])
+    assert {size: hasher.hexdigest() for size, hasher in hashers.items()} == OF_A_GPU
+
+
 def test_the_hash_of_a_cpu_is_sha256():
     content = build_bytes(1000)
     expected = hashlib.sha256(bytes(content.tolist())).hexdigest()[:16]
@@ -78,3 +87,4 @@ if __name__ == "__main__":
     check_sizes_and_cuts()
     check_zeros_count()
     check_a_tensor_that_begins_between_two_words()
+    check_hashers_that_are_read_together()
