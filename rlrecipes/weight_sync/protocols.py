@@ -58,9 +58,15 @@ class WeightReceiver(Protocol):
         """Join a process group; collective with its other members."""
 
     async def update_weights_from_distributed(
-        self, *, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group_name: str
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        load_format: str,
     ) -> None:
-        """Receive broadcasts in this order; collective."""
+        """Receive one broadcast of all bytes in this order; collective."""
 
     async def destroy_weights_update_group(self, *, group_name: str) -> None:
         """Leave the group."""

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rlrecipes.errors import WeightSyncError
 from rlrecipes.weight_sync.buckets import Bucket
-from rlrecipes.weight_sync.handles import retry_slow_sharing, to_payload
+from rlrecipes.weight_sync.handles import LOAD_FORMAT, retry_slow_sharing, to_payload
 from rlrecipes.weight_sync.protocols import WeightReceiver
 
 
@@ -150,23 +151,29 @@ class DistributedTransport:
         return group
 
     async def send(self, bucket: Bucket) -> None:
-        """Engines post receives in the order of the names; this source broadcasts in the same."""
-        names = [name for name, _ in bucket.tensors]
-        dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket.tensors]
-        shapes = [list(tensor.shape) for _, tensor in bucket.tensors]
+        """One broadcast for all tensors of a kind: tensor by tensor, launches take longer than the bytes."""
+        # An engine packs without gaps, so tensors of another size could begin where their dtype cannot be read.
+        for _, tensors in groupby(bucket.tensors, key=lambda named: named[1].dtype):
+            await self._send_flat(list(tensors))
+
+    async def _send_flat(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         receiving = (
             destination.receiver.update_weights_from_distributed(
-                names=names, dtypes=dtypes, shapes=shapes, group_name=self._group_name
+                names=[name for name, _ in tensors],
+                dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+                shapes=[list(tensor.shape) for _, tensor in tensors],
+                group_name=self._group_name,
+                load_format=LOAD_FORMAT,
             )
             for destination in self._destinations
         )
-        await asyncio.gather(asyncio.to_thread(self._broadcast, bucket), *receiving)
+        await asyncio.gather(asyncio.to_thread(self._broadcast, tensors), *receiving)
 
-    def _broadcast(self, bucket: Bucket) -> None:
-        works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in bucket.tensors]
-        for work in works:
-            if work is not None:
-                work.wait()
+    def _broadcast(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in tensors])
+        dist.broadcast(flat, src=0, group=self._group)
+        if flat.is_cuda:
+            torch.cuda.synchronize()  # it is freed on return
 
     async def close(self) -> None:
         """Leave together."""

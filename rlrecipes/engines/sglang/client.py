@@ -188,9 +188,15 @@ class EngineClient:
         await self._update("/init_weights_update_group", body)
 
     async def update_weights_from_distributed(
-        self, *, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group_name: str
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        load_format: str,
     ) -> None:
-        """Receive one broadcast per tensor from the group's rank 0, without flushing the prefix cache.
+        """Receive tensors from the group's rank 0, without flushing the prefix cache.
 
         SGLang's scheduler dies when the group is unknown to it: join first.
 
@@ -199,9 +205,11 @@ class EngineClient:
             dtypes: torch's names, without ``torch.``.
             shapes: of the tensors.
             group_name: as joined.
+            load_format: ``flattened_bucket``: one broadcast of all their bytes.
         """
-        body = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]}
-        await self._update("/update_weights_from_distributed", body | {"group_name": group_name, "flush_cache": False})
+        body: dict[str, object] = {"names": list(names), "dtypes": list(dtypes), "group_name": group_name}
+        body |= {"shapes": [list(shape) for shape in shapes], "load_format": load_format, "flush_cache": False}
+        await self._update("/update_weights_from_distributed", body)
 
     async def destroy_weights_update_group(self, *, group_name: str) -> None:
         """Leave the group.
