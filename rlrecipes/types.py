@@ -271,7 +271,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         names = ("token_ids", "loss_mask", "rollout_logprobs", *list_optional_arrays(Sample))
-        lengths = {name: len(getattr(self, name)) for name in names if getattr(self, name) is not None}
+        lengths = {name: len(array) for name in names if (array := getattr(self, name)) is not None}
         _check_aligned("Sample", **lengths)
         if self.loss_mask and self.loss_mask[0]:
             raise ContractError(
@@ -319,5 +319,5 @@ class MicroBatch:
     def __post_init__(self) -> None:
         required = ("token_ids", "position_ids", "target_ids", "loss_mask", "loss_weights")
         names = (*required, *list_optional_arrays(MicroBatch))
-        lengths = {name: len(getattr(self, name)) for name in names if getattr(self, name) is not None}
+        lengths = {name: len(array) for name in names if (array := getattr(self, name)) is not None}
         _check_aligned("MicroBatch", **{"cu_seqlens[-1]": int(self.cu_seqlens[-1])} | lengths)

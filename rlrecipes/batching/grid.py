@@ -6,8 +6,9 @@ logprobs or advantages were filled in has the same places.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -122,37 +123,38 @@ def _pack(lengths: np.ndarray, capacity: int, num_bins_multiple: int) -> list[li
     """Sample indices of each micro-batch: as few as fit, and among these balanced ones if there are any."""
     num_bins = num_bins_multiple * max(1, -(-int(lengths.sum()) // (capacity * num_bins_multiple)))
     while True:
-        for choose in (_choose_emptiest, _choose_first):
-            bins = _fill(lengths, capacity, num_bins, choose)
+        for fill in (_fill_emptiest, _fill_first):
+            bins = fill(lengths, capacity, num_bins)
             if bins is not None:
                 return bins
         num_bins += num_bins_multiple
 
 
-def _fill(
-    lengths: np.ndarray, capacity: int, num_bins: int, choose: Callable[[np.ndarray, np.ndarray], int]
-) -> list[list[int]] | None:
-    """Put samples into bins, longest first; None when one does not fit."""
+def _fill_emptiest(lengths: np.ndarray, capacity: int, num_bins: int) -> list[list[int]] | None:
+    """Longest processing time first: balanced, but may need a bin more than there must be; None when one is too few."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    totals = np.zeros(num_bins, dtype=np.int64)
-    for index in np.argsort(-lengths, kind="stable"):
-        open_bins = np.flatnonzero(totals + lengths[index] <= capacity)
-        if not len(open_bins):
+    emptiest = [(0, number) for number in range(num_bins)]  # a heap
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        total, number = emptiest[0]
+        total += int(lengths[index])
+        if total > capacity:
             return None
-        chosen = choose(open_bins, totals)
-        bins[chosen].append(int(index))
-        totals[chosen] += lengths[index]
+        heapq.heapreplace(emptiest, (total, number))
+        bins[number].append(index)
     return bins
 
 
-def _choose_emptiest(open_bins: np.ndarray, totals: np.ndarray) -> int:
-    """Longest processing time first: balanced, but may need a bin more than there must be."""
-    return int(open_bins[np.argmin(totals[open_bins])])
-
-
-def _choose_first(open_bins: np.ndarray, totals: np.ndarray) -> int:
-    """First fit decreasing: few bins, unbalanced."""
-    return int(open_bins[0])
+def _fill_first(lengths: np.ndarray, capacity: int, num_bins: int) -> list[list[int]] | None:
+    """First fit decreasing: few bins, unbalanced; None when these are too few."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    free = np.full(num_bins, capacity, dtype=np.int64)
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        number = int(np.argmax(free >= lengths[index]))
+        if free[number] < lengths[index]:
+            return None
+        free[number] -= lengths[index]
+        bins[number].append(index)
+    return bins
 
 
 def _deal(bins: list[list[int]], totals: list[int], num_ranks: int) -> list[list[list[int]]]:
@@ -190,15 +192,18 @@ def _build_micro_batch(
             laid_out[start : start + len(values)] = values
         return laid_out
 
+    token_ids = lay_out("token_ids", np.int64, 0)
+    target_ids = np.append(token_ids[1:], 0)
+    target_ids[starts[1:] - 1] = 0
     loss_mask = lay_out("loss_mask", np.bool_, 1)
     trained = {name: lay_out(name, np.int64 if name in _ID_FIELDS else np.float32, 1) for name in fields}
     for values in trained.values():
         values[~loss_mask] = 0
     return MicroBatch(
-        token_ids=lay_out("token_ids", np.int64, 0),
+        token_ids=token_ids,
         position_ids=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
         cu_seqlens=starts,
-        target_ids=lay_out("token_ids", np.int64, 1),
+        target_ids=target_ids,
         loss_mask=loss_mask,
         loss_weights=trained.pop("loss_weights", np.zeros(starts[-1], np.float32)),
         sample_indices=tuple(indices),

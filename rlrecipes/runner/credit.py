@@ -70,7 +70,7 @@ def assign_credit(
         ContractError: a number is not finite.
     """
     rollouts = _find_rollouts(samples)
-    masks = [torch.tensor(sample.loss_mask) for sample in samples]
+    masks = to_masks(samples)
     rewards, is_counted, metrics = _shape(rollouts, algo, max_new_tokens)
     is_rejected = ~is_counted[rollouts.of_sample]
     masks = compute_filtered_loss_masks(loss_masks=masks, is_rejected=is_rejected)
@@ -101,18 +101,27 @@ def assign_credit(
     return _fill(samples, is_rejected.tolist(), advantages, returns), metrics
 
 
+def to_masks(samples: Sequence[Sample]) -> list[Tensor]:
+    """Loss masks as tensors; by way of numpy, since torch takes ten times as long over a tuple.
+
+    Args:
+        samples: of a train step.
+    """
+    return [torch.from_numpy(np.array(sample.loss_mask, dtype=np.bool_)) for sample in samples]
+
+
 def _find_rollouts(samples: Sequence[Sample]) -> _Rollouts:
     first = {(sample.prompt_index, sample.sibling): sample for sample in samples}
     places = {rollout: index for index, rollout in enumerate(first)}
     of_sample = [places[sample.prompt_index, sample.sibling] for sample in samples]
-    num_tokens = torch.zeros(len(first), dtype=torch.int64)
+    num_tokens = [0] * len(first)
     for index, sample in zip(of_sample, samples, strict=True):
         num_tokens[index] += sum(sample.loss_mask)
     return _Rollouts(
         of_sample=of_sample,
         rewards=torch.tensor([sample.reward for sample in first.values()], dtype=torch.float64),
         group_ids=torch.tensor([prompt_index for prompt_index, _ in first]),
-        num_tokens=num_tokens,
+        num_tokens=torch.tensor(num_tokens, dtype=torch.int64),
         is_truncated=torch.tensor([sample.status is RolloutStatus.TRUNCATED for sample in first.values()]),
     )
 

@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from rlrecipes.algos.aggregation import compute_loss_weights
 from rlrecipes.algos.agreement import check_logprob_agreement
@@ -36,7 +35,7 @@ from rlrecipes.plan.passes import find_logprob_passes
 from rlrecipes.plan.rules.objective import POLICY_LOSS
 from rlrecipes.rollout.samples import to_samples
 from rlrecipes.runner.cluster import TrainerGroup
-from rlrecipes.runner.credit import assign_credit
+from rlrecipes.runner.credit import assign_credit, to_masks
 from rlrecipes.types import Group, MicroBatch, Sample
 
 H200_BF16_FLOPS = 989e12
@@ -220,7 +219,7 @@ class Learner:
             divisor = algo.aggregation_divisor or self._plan.rollout.max_generated_tokens
         weights = compute_loss_weights(
             mode=algo.aggregation,
-            loss_masks=[torch.tensor(sample.loss_mask) for sample in samples],
+            loss_masks=to_masks(samples),
             rollout_ids=[(sample.prompt_index, sample.sibling) for sample in samples],
             prompt_ids=[sample.prompt_index for sample in samples],
             divisor=divisor,
