@@ -1,7 +1,7 @@
 """Memory of one GPU in each phase, as the Plan predicts it and as it was measured; the model's constants fitted anew.
 
     python benchmarks/gpu/memory_phases.py --model DIR [--second-model DIR] [--gpu 0] [--budget-s 560]
-    python benchmarks/gpu/memory_phases.py --read --directory DIR    # what was measured there, by the model as it is now
+    python benchmarks/gpu/memory_phases.py --read --directory DIR    # measured there, predicted by the model of today
     python benchmarks/gpu/memory_phases.py --device cpu --only 135m 1b-layers-again    # the plumbing, with a tiny model
 
 Every configuration is a recipe, resolved as ``rlrecipes plan`` does it. Of most, the Plan's trainer runs alone: built,
@@ -14,7 +14,8 @@ and all beside it. ``needed`` has torch's allocated memory instead of the reserv
 
 The directory of each configuration gets plan.yaml and memory.jsonl, which ``rlrecipes calibrate`` reads. Constants are
 fitted by the same code: to all configurations, and for each to all others, a fit that has not seen what it is held to.
-What a trainer alone leaves when it is offloaded is compared and not fitted: other phases tell of what has to stay.
+Phases of a trainer alone that have no micro-batch are compared with what was measured, and fitted to what was needed:
+what the allocator holds above that are pieces of the phases before.
 """
 
 from __future__ import annotations
@@ -103,8 +104,11 @@ CONFIGURATIONS = {
         ),
     ),
 }
+WITHOUT_MICRO_BATCH = ("init", "rollout", "update")
+"""Phases of a trainer alone that are fitted to what was needed."""
 FULL_WHATEVER_THE_DATA = ("init", "rollout", "weight_sync")
-"""Phases of shared GPUs that are compared: in the others, prompts and short answers leave room."""
+"""Phases of shared GPUs that are compared and fitted: in the others the data decide, by how full micro-batches are and
+in how many sizes they come."""
 
 
 # ---- a trainer alone, in a process of its own
@@ -339,8 +343,11 @@ def read_engine(directory: Path) -> list[dict[str, Any]]:
         if mib > 0:
             found.append({"phase": phase, "owner": owner, "measured": mib * MIB, "needed": None})
 
-    def at_end(name: str, number: int = 0) -> float:
-        return find_last(samples, spans[name][number][1]) if name in spans else 0.0
+    def at_end(name: str) -> float:
+        return find_last(samples, spans[name][0][1]) if name in spans else 0.0
+
+    def just_before(name: str) -> float:
+        return find_last(samples, spans[name][-1][0]) if name in spans else 0.0
 
     def just_after(name: str) -> float:
         stop_s = spans[name][0][1] if name in spans else 0.0
@@ -354,7 +361,7 @@ def read_engine(directory: Path) -> list[dict[str, Any]]:
     add("init", "engine", just_after("engine releases"))
     add("init", "both", at_end("trainer starts"))
     add("rollout", "both", at_most("rollout"))
-    add("(state)", "both", at_end("turn to the trainer", -1))
+    add("(state)", "both", just_before("train"))
     add("train", "both", at_most("train"))
     add("weight_sync", "both", at_most("weights travel"))
     return found
@@ -371,8 +378,11 @@ def print_capacity(run_dir: Path, inputs: Any, constants: Any) -> None:
         print(f"KV cache: {predicted:,} tokens predicted, {found:,} in SGLang's log, ratio {predicted / found:.3f}")
 
 
-def report(name: str, directory: Path) -> Any:
-    """Print one configuration's table, write its measurement, and return that; None where nothing was measured."""
+def report(name: str, directory: Path) -> tuple[Any, Any] | None:
+    """Print one configuration's table and write what constants are fitted to; return what was measured, and the latter.
+
+    None where nothing was measured.
+    """
     from rlrecipes.plan.memory import load_memory_constants
     from rlrecipes.plan.memory_fitting import MemoryMeasurement, MemoryObservation, predict_memory
     from rlrecipes.plan.nodes import load_plan
@@ -388,7 +398,7 @@ def report(name: str, directory: Path) -> Any:
     print(f"\n{name}: {inputs.parallel.max_tokens_per_micro_batch} tokens, {' '.join(CONFIGURATIONS[name].overrides)}")
     print("| phase | of | predicted GB | measured GB | off by GB | ratio | needed GB | ratio |")
     print("|---|---|---|---|---|---|---|---|")
-    observed = []
+    observed, fitting = [], []
     for row in rows:
         phase = "update" if row["phase"] == "(state)" else row["phase"]
         observation = MemoryObservation(phase, row["owner"], row["measured"])
@@ -397,6 +407,8 @@ def report(name: str, directory: Path) -> Any:
             predicted -= count_part(inputs, constants, "update", "trainer.gradient_copies")
         elif row["owner"] != "both" or phase in FULL_WHATEVER_THE_DATA:
             observed.append(observation)
+            is_needed = row["needed"] and phase in WITHOUT_MICRO_BATCH
+            fitting.append(replace(observation, num_bytes=row["needed"]) if is_needed else observation)
         needed = row["needed"]
         beside = f"{needed / 1e9:.2f} | {predicted / needed:.3f}" if needed else " | "
         off = f"{(predicted - row['measured']) / 1e9:+.2f} | {predicted / row['measured']:.3f}"
@@ -405,18 +417,11 @@ def report(name: str, directory: Path) -> Any:
     if not is_alone:
         print_capacity(home, inputs, constants)
     sys.stdout.flush()
-    measurement = MemoryMeasurement(name, inputs, tuple(observed))
-    lines = [
-        {"phase": one.phase, "owner": one.owner, "num_bytes": one.num_bytes} for one in to_fit(measurement).observed
-    ]
+    lines = [{"phase": one.phase, "owner": one.owner, "num_bytes": one.num_bytes} for one in fitting]
     (home / "memory.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return measurement if observed else None
-
-
-def to_fit(measurement: Any) -> Any:
-    """Without what an offloaded trainer left: more than other phases tell of is memory that it failed to give back."""
-    observed = [one for one in measurement.observed if (one.phase, one.owner) != ("rollout", "trainer")]
-    return replace(measurement, observed=tuple(observed))
+    if not observed:
+        return None
+    return MemoryMeasurement(name, inputs, tuple(observed)), MemoryMeasurement(name, inputs, tuple(fitting))
 
 
 def count_part(inputs: Any, constants: Any, phase: str, part: str) -> int:
@@ -425,13 +430,12 @@ def count_part(inputs: Any, constants: Any, phase: str, part: str) -> int:
     return next((role.parts[phase].get(part, 0) for role in compute_memory(inputs, constants).roles), 0)
 
 
-def print_fit(measurements: Sequence[Any]) -> None:
+def print_fit(measurements: Sequence[Any], fitting: Sequence[Any]) -> None:
     """Constants fitted to all, and the errors as shipped, fitted to all, and of each fitted to all others."""
     from rlrecipes.plan.memory import load_memory_constants
     from rlrecipes.plan.memory_fitting import fit_memory, predict_memory
 
     constants = load_memory_constants(None)
-    fitting = [to_fit(one) for one in measurements]
     whole = fit_memory(fitting, constants)
     print("\n| constant | shipped | fitted to all | fitted to all but one, lowest and highest |\n|---|---|---|---|")
     others = [fit_memory([*fitting[:number], *fitting[number + 1 :]], constants) for number in range(len(fitting))]
@@ -537,7 +541,7 @@ def main() -> int:
         except Exception:  # the next may do better
             traceback.print_exc(file=sys.stdout)
     if len(measurements) > 1:
-        print_fit(measurements)
+        print_fit(*zip(*measurements, strict=True))
     if not arguments.read:
         print(f"\n{num_whole} of {len(arguments.only)} came to their end, {time.monotonic() - begin_s:.0f} s")
     return 0 if num_whole == len(arguments.only) else 1

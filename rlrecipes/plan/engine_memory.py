@@ -84,8 +84,11 @@ def compute_engine_memory(inputs: StepInputs, served: ServedEngines, constants: 
     full = working | {"kv_cache": cache}
     is_released = group.placement == "colocated" and inputs.should_offload_engines
     away = base if is_released else full
-    is_received = served.is_updated and inputs.weight_sync.transport != "tensor"  # handles are read where they lie
-    bucket: Parts = {"weight_sync": compute_bucket_bytes(inputs)} if is_received else {}
+    bucket: Parts = {}
+    if served.is_updated and inputs.weight_sync.transport != "tensor":  # handles are read where they lie
+        # A broadcast is received flat, beside the tensors that SGLang has laid out to know their places.
+        num_copies = 2 if inputs.weight_sync.transport == "distributed" else 1
+        bucket = {"weight_sync": num_copies * compute_bucket_bytes(inputs)}
     returning = base | {"weights": weights} if is_released and served.is_updated else away
     parts: dict[Phase, Parts] = {
         "init": away | {"workspace": constants.engine_start_bytes},

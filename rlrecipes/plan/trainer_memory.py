@@ -181,10 +181,10 @@ def _compute_largest_tensor(inputs: StepInputs) -> float:
 
 
 def _compute_sync_bytes(inputs: StepInputs) -> float:
-    """A bucket of gathered tensors where they are split, and a copy of it that engines read by handles."""
+    """A bucket of gathered tensors where they are split, and the flat copy of it that engines read or are sent."""
     parallel = inputs.parallel
     is_split = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size > 1
-    return (is_split + (inputs.weight_sync.transport == "tensor")) * compute_bucket_bytes(inputs)
+    return (is_split + (inputs.weight_sync.transport != "disk")) * compute_bucket_bytes(inputs)
 
 
 def _compute_state(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> tuple[Parts, float, float]:

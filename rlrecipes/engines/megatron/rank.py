@@ -228,6 +228,9 @@ class TrainerRank:
         if self._trainer.device == "cuda":
             gc.collect()  # activations that a cycle of references still holds
             gc.freeze()  # what is left stays for long: half a second to look through, every time
+            # Workspaces of 32 MiB, one for each thread that multiplies. They are taken out of blocks that happen to be
+            # free, which may be logits' of gigabytes, and such a block goes back to the driver whole or not at all.
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
 

@@ -152,16 +152,19 @@ def test_a_broken_plan_and_a_full_disk_are_said(make_run, tmp_path):
 def test_memory_that_was_measured_is_fitted_and_saved(make_run, tmp_path, capsys):
     path = make_run("m", GPU, {})
     (path / "metrics.jsonl").unlink()
-    lines = [("train", "engine", 1.5e9), ("rollout", "trainer", 1.1e9)]
+    lines = [("context", "trainer", 5e8), ("train", "engine", 1.5e9), ("rollout", "trainer", 2.8e9)]
     text = "\n".join(json.dumps({"phase": p, "owner": o, "num_bytes": b}) for p, o, b in lines)
     (path / "memory.jsonl").write_text(text)
     run([str(path), "--save", str(tmp_path / "own.yaml")])
     saved = load_memory_constants(str(tmp_path / "own.yaml"))
-    assert saved.released_engine_bytes == pytest.approx(1.5e9, rel=1e-3)
-    assert saved.offloaded_trainer_bytes == pytest.approx(1.1e9, rel=1e-3)
+    assert saved.cuda_context_bytes == pytest.approx(5e8, rel=1e-3)
+    assert saved.trainer_workspace_bytes == pytest.approx(2.8e9 - 5e8 - 2 * saved.nccl_group_bytes, rel=1e-3)
+    graphs = 256 * saved.engine_graph_request_bytes
+    assert saved.engine_workspace_bytes == pytest.approx(1.5e9 - 5e8 - graphs, rel=1e-3)
     assert "rollout, trainer: bytes" in capsys.readouterr().out
     run([str(path), "--format", "json"])
-    assert {*json.loads(capsys.readouterr().out)["fitted"]} == {"released_engine_bytes", "offloaded_trainer_bytes"}
+    fitted = {"cuda_context_bytes", "trainer_workspace_bytes", "engine_workspace_bytes"}
+    assert {*json.loads(capsys.readouterr().out)["fitted"]} == fitted
     for wrong in ('{"phase": "sleep", "owner": "engine", "num_bytes": 1}', "{", '{"phase": "train"}'):
         (path / "memory.jsonl").write_text(wrong)
         with pytest.raises(InputError, match=r"memory\.jsonl"):

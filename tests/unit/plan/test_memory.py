@@ -116,7 +116,45 @@ def test_one_rank_holds_eighteen_bytes_less_what_is_sharded():
     assert parts["trainer.optimizer"] == 12 * count / 8
     assert parts["trainer.logits"] == 2 * 2 * compute_padded_vocab_size(shapes.vocab_size, 1) * tokens
     layer = compute_layer_activations(shapes, inputs.parallel, 0, 1.0).kept
-    assert parts["trainer.activations"] == 2 * tokens * layer * shapes.num_layers
+    # the last norm's input and the rows that the output layer takes are beside the layers
+    assert parts["trainer.activations"] == 2 * tokens * (layer * shapes.num_layers + 2 * shapes.hidden_size)
+
+
+def test_the_allocator_takes_more_of_all_that_comes_and_goes():
+    inputs = inputs_of(*COLOCATED)
+    more = dataclasses.replace(EXACT, activation_overhead_fraction=0.25)
+    for phase in PHASES:
+        exact, found = (trainer_of(compute_memory(inputs, constants)).parts[phase] for constants in (EXACT, more))
+        coming = {"trainer.activations", "trainer.logits", "engine.activations"} & exact.keys()
+        assert ("trainer.logits" in coming) == (phase in ("logprobs", "train"))
+        assert found == exact | {name: round(1.25 * exact[name]) for name in coming}
+
+
+def test_a_process_that_was_only_built_holds_less_but_its_largest_tensor_twice():
+    inputs = inputs_of(*COLOCATED)
+    built = compute_memory(inputs, CONSTANTS).roles[0].parts["init"]
+    assert built["trainer.workspace"] == round(CONSTANTS.trainer_start_bytes)
+    assert built["engine.workspace"] == round(CONSTANTS.engine_start_bytes)
+    assert built["trainer.loading"] == 2 * inputs.shapes.vocab_size * inputs.shapes.hidden_size
+
+
+def test_a_weight_sync_holds_a_bucket_where_one_is_copied():
+    apart = inputs_of(*APART)
+    bucket, tensor = apart.weight_sync.bucket_bytes, 2 * apart.shapes.vocab_size * apart.shapes.hidden_size
+
+    def found(inputs):
+        roles = compute_memory(inputs, CONSTANTS).roles
+        parts = {name: value for role in roles for name, value in role.parts["weight_sync"].items()}
+        return parts.get("trainer.weight_sync", 0), parts.get("engine.weight_sync", 0)
+
+    largest = max(bucket, tensor)
+    split = with_parallel(apart, tensor_model_parallel_size=4, data_parallel_size=1)
+    assert found(apart) == (largest, 2 * largest)  # sent flat; SGLang lays the tensors out beside it
+    assert found(split) == (2 * largest, 2 * largest)
+    assert found(inputs_of(*COLOCATED)) == (largest, 0)  # engines read it where it lies
+    tiny = apart.shapes.model_copy(update={"num_layers": 1, "vocab_size": 128})
+    whole = 2 * compute_num_parameters(tiny)
+    assert found(dataclasses.replace(apart, shapes=tiny)) == (whole, 2 * whole)  # all in one
 
 
 def test_gradients_are_fp32_where_the_recipe_says_so():
@@ -154,7 +192,8 @@ def test_logprobs_hold_the_logits_of_two_micro_batches():
     parts = trainer_of(compute_memory(inputs, EXACT)).parts["logprobs"]
     tokens, vocab_size = inputs.parallel.max_tokens_per_micro_batch, inputs.shapes.vocab_size
     assert parts["trainer.logits"] == 2 * 2 * vocab_size * tokens
-    assert "trainer.activations" not in parts  # a layer needs less than the second's logits
+    # a layer needs less than the second's logits, which have three hidden states beside them
+    assert parts["trainer.activations"] == 2 * tokens * 3 * inputs.shapes.hidden_size
     small = dataclasses.replace(inputs, shapes=inputs.shapes.model_copy(update={"vocab_size": 128}))
     layer = compute_layer_activations(small.shapes, small.parallel, 0, 1.0).whole
     parts = trainer_of(compute_memory(small, EXACT)).parts["logprobs"]
@@ -181,39 +220,50 @@ def test_recomputation_keeps_less_the_more_it_computes_again(vocab_size):
     inputs = dataclasses.replace(whole, shapes=whole.shapes.model_copy(update={"vocab_size": vocab_size}))
     layer = compute_layer_activations(inputs.shapes, inputs.parallel, 0, 1.0)
     logits = 2 * vocab_size  # and their gradient, which are gone before a layer is computed again
+    around = 2 * inputs.shapes.hidden_size  # the output layer
     scale, num_layers = 2 * inputs.parallel.max_tokens_per_micro_batch, inputs.shapes.num_layers
     full = {"recompute_granularity": "full", "recompute_method": "uniform"}
     for size in (1, 4):
         kept = activations_of(with_parallel(inputs, **full, recompute_num_layers=size))
-        assert kept == scale * (num_layers / size * layer.entry + max(0, size * layer.whole - logits))
+        above = max(around, size * layer.whole - logits)
+        assert kept == scale * (num_layers / size * layer.entry + above)
     block = with_parallel(inputs, **full | {"recompute_method": "block"}, recompute_num_layers=6)
-    again = max(0, layer.whole - logits)
+    again = max(around, layer.whole - logits)
     assert activations_of(block) == scale * (6 * layer.entry + (num_layers - 6) * layer.kept + again)
     mlp = with_parallel(inputs, recompute_granularity="selective", recompute_modules=("mlp",))
-    saved = scale * num_layers * 3 * inputs.shapes.ffn_hidden_size
-    assert activations_of(inputs) - activations_of(mlp) == saved
+    for native, norm in (({}, inputs.shapes.hidden_size), ({"transformer_impl": "local"}, 0)):
+        saved = scale * num_layers * (3 * inputs.shapes.ffn_hidden_size + norm)
+        assert (
+            activations_of(with_parallel(inputs, megatron=native)) - activations_of(with_parallel(mlp, megatron=native))
+            == saved
+        )
 
 
 def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     inputs = inputs_of(*COLOCATED)
     piped = with_parallel(inputs, pipeline_model_parallel_size=4, data_parallel_size=2)
     assert trainer_of(compute_memory(piped, EXACT)).stage == 0
-    assert activations_of(piped) == activations_of(inputs)  # a quarter of the layers, four times
+    around = 2 * 2 * inputs.shapes.hidden_size * inputs.parallel.max_tokens_per_micro_batch  # the output layer
+    in_layers = activations_of(inputs) - around
+    assert activations_of(piped) == in_layers  # a quarter of the layers, four times
     chunks = with_parallel(inputs, pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=3)
     # of 12 chunks' layers 3 * 2 + 2 * 4 + 1 chunks of a twelfth each
-    assert activations_of(chunks) == pytest.approx(activations_of(inputs) * 15 / 12)
+    assert activations_of(chunks) == pytest.approx(in_layers * 15 / 12)
 
 
 def test_what_is_given_back_is_gone_and_what_is_not_stays():
     role = memory_of(*COLOCATED).roles[0]
     assert role.name == "trainer+policy/0"
-    assert set(role.parts["rollout"]) >= {"trainer.offloaded", "engine.weights", "engine.kv_cache"}
-    assert "trainer.weights" not in role.parts["rollout"]
-    assert {name for name in role.parts["train"] if name.startswith("engine")} == {"engine.released"}
+    process = {"context", "workspace", "nccl"}
+    left = {f"trainer.{name}" for name in process}
+    assert {name for name in role.parts["rollout"] if name.startswith("trainer")} == left
+    assert set(role.parts["rollout"]) >= {"engine.weights", "engine.kv_cache"}
+    released = {name for name in role.parts["train"] if name.startswith("engine")}
+    assert released == {f"engine.{name}" for name in (process - {"nccl"}) | {"cuda_graphs"}}
     assert "engine.kv_cache" not in role.parts["weight_sync"]  # weights come before the cache
     assert "engine.weights" in role.parts["weight_sync"]
     sending = {name for name in role.parts["weight_sync"] if name.startswith("trainer")}
-    assert sending == {"trainer.offloaded", "trainer.weights", "trainer.weight_sync"}  # two copies of the weights
+    assert sending == left | {"trainer.weights", "trainer.weight_sync"}  # two copies of the weights
     held = {
         name: size for name, size in role.parts["train"].items() if name in ("trainer.weights", "trainer.optimizer")
     }
