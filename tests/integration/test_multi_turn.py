@@ -64,6 +64,7 @@ def test_both_turns_are_sampled_and_trained(turns):
     assert turns.leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_every_turn(turns, shell):
     shutil.copytree(turns.cwd / "runs", shell.cwd / "runs")
     shutil.copy(turns.cwd / "lengths.py", shell.cwd)

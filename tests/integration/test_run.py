@@ -42,7 +42,7 @@ def test_rerunning_a_finished_run_does_nothing(trained):
 @pytest.mark.parametrize(
     ("layout", "sync"),
     [
-        ("tp2", "disk"),
+        pytest.param("tp2", "disk", marks=pytest.mark.slow),
         ("pp2", "distributed"),
         pytest.param("dp2", "tensor", marks=pytest.mark.slow),
         pytest.param("cp2", "tensor", marks=pytest.mark.slow),

@@ -116,6 +116,7 @@ def test_sft_ends_the_step_that_a_signal_meets_and_goes_on_after_it(stages, tmp_
         shell.close()
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_each_of_its_runs(stages, tmp_path, warm):
     shell = CommandLine(tmp_path, warm)
     try:

@@ -109,6 +109,7 @@ def find_engine(process, name):
     return engine
 
 
+@pytest.mark.slow
 def test_a_served_teacher_and_reference_teach_what_held_ones_do(models, shell):
     """Same weights, same rollouts: a run cannot tell who scored its tokens."""
     common = ["schedule.num_steps=2", *RUN, *OPD, *KL, *student(models)]
@@ -213,6 +214,7 @@ def test_an_engine_of_others_with_another_model_is_told(models, shell):
         assert shell.leftovers() == []
 
 
+@pytest.mark.slow
 def test_engines_join_at_the_router_beside_groups_of_the_runs_own(models, shell):
     """Two groups, an engine that registers itself, a placeholder, a second updated model: engines get the weights."""
     words = [

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_group import DP2, PP2, SINGLE, TP2, Layout, RankGroup, build_model_node, write_hf_model
+from rank_group import DP2, PP2, SINGLE, TP2, Layout, RankGroup, build_model_node, slow, write_hf_model
 from test_critic import CRITIC, OBJECTIVE, build_critic_trainer, own_row, read_critic
 from test_training import GRPO, build_rank
 
@@ -67,7 +67,13 @@ def run_steps(
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [(SINGLE, "float32"), (SINGLE, "bfloat16"), (DP2, "bfloat16"), (TP2, "float32"), (PP2, "float32")],
+    [
+        slow(SINGLE, "float32"),
+        slow(SINGLE, "bfloat16"),
+        (DP2, "bfloat16"),
+        slow(TP2, "float32"),
+        (PP2, "float32"),
+    ],
 )
 def test_steps_are_those_of_a_trainer_that_stays(ranks: RankGroup, tmp_path: Path, layout: Layout, dtype: str) -> None:
     node = build_model_node(dtype=dtype)
