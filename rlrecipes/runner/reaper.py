@@ -54,12 +54,17 @@ def _find_left(driver_pid: int) -> Iterator[int]:
     inherited = f"{DRIVER_VARIABLE}={driver_pid}".encode()
     own = str(os.getpid())  # it has inherited the variable too
     for name in (name for name in os.listdir("/proc") if name.isdigit() and name != own):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        try:
             handle = os.pidfd_open(int(name))
-            if _is_of_driver(f"/proc/{name}", session, inherited):
-                yield handle
-            else:
-                os.close(handle)
+        except OSError:
+            continue  # it has ended
+        is_found = False
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            is_found = _is_of_driver(f"/proc/{name}", session, inherited)
+        if is_found:
+            yield handle
+        else:
+            os.close(handle)
 
 
 def _is_of_driver(process: str, session: re.Pattern[str], inherited: bytes) -> bool:
