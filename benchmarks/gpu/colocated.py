@@ -47,11 +47,16 @@ def build_overrides(arguments: argparse.Namespace, run_dir: Path) -> list[str]:
     """What differs from the recipe, the caller's words last."""
     found = [f"recipe={RECIPE}", f"model.path={arguments.model}", f"run_dir={run_dir}", *SMALL]
     found += [f"schedule.num_steps={arguments.steps}", f"schedule.save_interval={max(1, arguments.steps // 2)}"]
-    found += [f"+{GROUP}.sglang.{name}={value}" for name, value in SGLANG.items()]
     found += [f"{GROUP}.start_timeout_s={arguments.timeout}"]
+    return [*found, *build_engine_overrides(), *arguments.overrides]
+
+
+def build_engine_overrides() -> list[str]:
+    """Flags of the engine, and its PYTHONPATH where ROLLOUT_PATH names one."""
+    found = [f"+{GROUP}.sglang.{name}={value}" for name, value in SGLANG.items()]
     if path := os.environ.get("ROLLOUT_PATH"):
         found.append(f"+{GROUP}.env.PYTHONPATH={path}")
-    return [*found, *arguments.overrides]
+    return found
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
-from colocated import GROUP, RECIPE, SGLANG
+from colocated import RECIPE, build_engine_overrides
 from watched_run import DIFFERENCES, WatchedRun, print_failure, read_lines, watch
 
 ACCURACY = "eval/chain_sum/accuracy"
@@ -28,10 +28,7 @@ def build_words(model: str, seed: int, run_dir: Path, overrides: list[str]) -> l
     """What differs from the recipe: where things lie, and flags of this engine."""
     found = [f"recipe={RECIPE}", f"model.path={model}", "model.shapes=null", f"run_dir={run_dir}", f"seed={seed}"]
     found += ["tracking=local", "schedule.should_export_hf=false"]
-    found += [f"+{GROUP}.sglang.{name}={value}" for name, value in SGLANG.items()]
-    if path := os.environ.get("ROLLOUT_PATH"):
-        found.append(f"+{GROUP}.env.PYTHONPATH={path}")
-    return ["train", *found, *overrides]
+    return ["train", *found, *build_engine_overrides(), *overrides]
 
 
 def report(seed: int, run: WatchedRun, run_dir: Path) -> None:

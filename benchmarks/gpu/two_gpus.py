@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import colocated
 from watched_run import WatchedRun, print_failure, print_report, read_used_mib, watch
 
 GPUS = (0, 1)
@@ -61,13 +62,7 @@ SHORT = (
     "optim.lr=1e-4",
     "optim.num_warmup_train_steps=0",
 )
-SGLANG = {
-    "attention_backend": "fa3",
-    "sampling_backend": "pytorch",
-    "cuda_graph_backend_prefill": "disabled",  # capturing its graphs takes longer than all steps here
-    "cuda_graph_max_bs_decode": 256,
-    "skip_server_warmup": "true",
-    "mem_fraction_static": 0.8,
+SGLANG = colocated.SGLANG | {
     "max_total_tokens": 400000,  # twice a step's tokens: what others hold on a GPU does not matter then
 }
 SPLIT = {

@@ -242,7 +242,7 @@ class Stopwatch:
         from rlrecipes.engines.megatron.weights import WeightMap
         from rlrecipes.engines.sglang.client import EngineClient
         from rlrecipes.runner.rank import RankWorker
-        from rlrecipes.weight_sync import handles, tensor_hashes, transports
+        from rlrecipes.weight_sync import checksums, handles, tensor_hashes, transports
 
         for name in ("pause", "flush_cache", "begin_weight_update"):
             self.wrap(stack, EngineClient, name, name)
@@ -250,7 +250,8 @@ class Stopwatch:
         self.wrap(stack, WeightMap, "iter_hf_tensors", "names and shapes of HF", 1)
         for hasher in (tensor_hashes.TileHasher, tensor_hashes.Sha256Hasher):
             self.wrap(stack, hasher, "update", "hash tensors", 1)
-            self.wrap(stack, hasher, "hexdigest", "hash: read the sums", 1)
+            self.wrap(stack, hasher, "hexdigest", "hash: mix the sums", 1)
+        self.wrap(stack, checksums, "bring_to_host", "hash: read the sums", 1)
         for transport in (handles.HandleTransport, transports.DistributedTransport, transports.TensorTransport):
             self.wrap(stack, transport, "send", "a bucket", 1)
         self.wrap(stack, handles.HandleTransport, "_share", "wait for the bucket and make handles", 2)
