@@ -4,7 +4,10 @@ trainer's log probabilities lie from the engine's.
 Runs ``rlrecipes train recipe=smollm2_135m_reasoning`` for a few steps, watched (watched_run.py). Needs a GPU, SGLang
 and megatron-core, no network::
 
-    python benchmarks/gpu/colocated.py --model DIR [--steps 5] [--timeout 420] [--json FILE] [overrides ...]
+    python benchmarks/gpu/colocated.py --model DIR [--steps 5] [--timeout 420] [--json FILE] [--float32] [overrides ...]
+
+With ``--float32`` both sides compute in float32, no product in TF32, so that their log probabilities show what is not
+rounding.
 
 Environment: MODEL stands for --model. ROLLOUT_PATH becomes the PYTHONPATH of engines, where they must not see the
 trainer's packages. Whatever happens, what was measured is printed, with the ends of the logs.
@@ -31,6 +34,14 @@ SGLANG = {
     "skip_server_warmup": "true",
     "mem_fraction_static": 0.8,
 }
+FLOAT32 = [
+    "model.dtype=float32",
+    f"{GROUP}.sglang.attention_backend=triton",  # fa3 has no float32
+    "parallel.max_tokens_per_micro_batch=8192",
+]
+FLOAT32_ENV = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
+"""For cuBLAS and for Triton, whose products of float32 are TF32 otherwise."""
+FLOAT32_ENGINE = Path(__file__).resolve().parent / "float32_engine"
 SMALL = [
     "data.tasks.num_train_rows=1024",
     "data.tasks.num_eval_rows=64",
@@ -38,6 +49,7 @@ SMALL = [
     "schedule.should_eval_before=true",
     "schedule.should_export_hf=false",
     "schedule.eval_interval=0",
+    "optim.num_warmup_train_steps=0",
     "tracking=local",
     "model.shapes=null",  # read from the directory: a converted model may have rounded a number
 ]
@@ -48,7 +60,8 @@ def build_overrides(arguments: argparse.Namespace, run_dir: Path) -> list[str]:
     found = [f"recipe={RECIPE}", f"model.path={arguments.model}", f"run_dir={run_dir}", *SMALL]
     found += [f"schedule.num_steps={arguments.steps}", f"schedule.save_interval={max(1, arguments.steps // 2)}"]
     found += [f"{GROUP}.start_timeout_s={arguments.timeout}"]
-    return [*found, *build_engine_overrides(), *arguments.overrides]
+    found += build_engine_overrides()
+    return [*found, *(FLOAT32 if arguments.float32 else ()), *arguments.overrides]
 
 
 def build_engine_overrides() -> list[str]:
@@ -65,6 +78,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=420.0, help="seconds of the whole run")
     parser.add_argument("--directory", type=Path, help="for everything written; a temporary one by default")
+    parser.add_argument("--float32", action="store_true", help="on both sides")
     parser.add_argument("--json", type=Path, help="a file for all that is printed, as data")
     parser.add_argument("overrides", nargs="*", help="further ones of the recipe")
     arguments = parser.parse_args()
@@ -72,6 +86,9 @@ def main() -> int:
         parser.error("--model or MODEL must name an HF directory")
     directory = (arguments.directory or Path(tempfile.mkdtemp(prefix="colocated-"))).absolute()
     run_dir = directory / "run"
+    if arguments.float32:
+        paths = [str(FLOAT32_ENGINE), *filter(None, [os.environ.get("ROLLOUT_PATH")])]
+        os.environ.update(FLOAT32_ENV, ROLLOUT_PATH=os.pathsep.join(paths))
     words = ["train", *build_overrides(arguments, run_dir)]
     print("rlrecipes " + " ".join(words), flush=True)
     run = watch(words, directory, arguments.timeout)

@@ -296,6 +296,7 @@ def run_engine(name: str, directory: Path, arguments: argparse.Namespace, timeou
     run_dir = directory / "run"
     is_second = name == "second-engine" and arguments.second_model is not None
     asked = argparse.Namespace(
+        float32=False,
         model=arguments.second_model if is_second else arguments.model,
         steps=2,
         timeout=timeout_s,

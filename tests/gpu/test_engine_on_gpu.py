@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 TIMEOUT_S = 200.0
 MOST_NATS = 0.06
 """Of the mean difference of log probabilities, trainer against engine; docs/gpu.md says what bfloat16 costs."""
-SMALL = ("schedule.prompts_per_step=16", "optim.num_warmup_train_steps=0", "rollout.evaluation.num_prompts=16")
+SMALL = ("schedule.prompts_per_step=16", "rollout.evaluation.num_prompts=16")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_two_steps_in_turns_agree_and_leave_nothing(colocated, tmp_path):
     import watched_run
 
     before_mib = watched_run.read_used_mib(0)
-    asked = argparse.Namespace(model=os.environ["MODEL"], steps=2, timeout=TIMEOUT_S, overrides=SMALL)
+    asked = argparse.Namespace(model=os.environ["MODEL"], steps=2, timeout=TIMEOUT_S, float32=False, overrides=SMALL)
     words = ["train", *colocated.build_overrides(asked, tmp_path / "run")]
     run = watched_run.watch(words, tmp_path, TIMEOUT_S)
     report = watched_run.print_report(tmp_path, tmp_path / "run")
