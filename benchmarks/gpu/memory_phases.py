@@ -160,12 +160,13 @@ class Meter:
         self._gpu, self._idle_mib = gpu, idle_mib
 
     def begin(self) -> None:
-        """Give back what nothing uses, and forget earlier peaks."""
+        """Give back what nothing uses and cuBLAS makes again, and forget earlier peaks."""
         import torch
 
         gc.collect()
         if self._gpu is not None:
             torch.cuda.synchronize()
+            torch._C._cuda_clearCublasWorkspaces()  # each keeps the whole block that it was taken from
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 

@@ -128,6 +128,7 @@ def _compute_stage(
     # The kernels of a whole distribution copy nothing.
     chunk = {"logprobs": constants.logprob_chunk_bytes} if is_last and inputs.is_distribution_cut else {}
     copies: Parts = {"gradient_copies": compute_gradient_copy_bytes(counts, inputs.parallel, inputs.dtype_bytes)}
+    transfer = _compute_transfer_bytes(inputs, counts)
     # What torch's allocator reserves above what is allocated grows with all that comes and goes.
     overhead = 1 + constants.activation_overhead_fraction
     kept, working, forward = (
@@ -144,11 +145,15 @@ def _compute_stage(
     built = state["optimizer"] * (1 - 2 * _FP32_BYTES / compute_state_bytes_per_parameter(inputs.dtype_bytes))
     fixed: dict[Phase, Parts] = {
         "init": held
-        | {"optimizer": built, "workspace": constants.trainer_start_bytes, "loading": _compute_largest_tensor(inputs)},
+        | {
+            "optimizer": built,
+            "workspace": constants.trainer_start_bytes,
+            "loading": max(_compute_largest_tensor(inputs), transfer),
+        },
         "rollout": between,
         "logprobs": (held if is_offloaded else between) | shown | chunk,
         "train": held | chunk,
-        "update": held | copies,
+        "update": held | copies | ({"transfer": transfer} if transfer else {}),
         "weight_sync": sending | {"weight_sync": _compute_sync_bytes(inputs)},
     }
     # Megatron holds one micro-batch's logits while the next goes forward. Trained ones have a gradient, and no layer is
@@ -178,6 +183,15 @@ def compute_bucket_bytes(inputs: StepInputs) -> float:
 def _compute_largest_tensor(inputs: StepInputs) -> float:
     """The embedding: there once more while it is loaded, and never split between buckets."""
     return float(inputs.shapes.vocab_size * inputs.shapes.hidden_size * inputs.dtype_bytes)
+
+
+def _compute_transfer_bytes(inputs: StepInputs, counts: RankCounts) -> float:
+    """Of a tensor on its way to or from an optimizer in the host: torch makes it fp32, and back, on the GPU."""
+    if not inputs.parallel.optimizer_cpu_offload or inputs.dtype_bytes == _FP32_BYTES:
+        return 0.0
+    rows = compute_padded_vocab_size(inputs.shapes.vocab_size, inputs.parallel.tensor_model_parallel_size)
+    largest = rows / inputs.parallel.tensor_model_parallel_size * inputs.shapes.hidden_size
+    return _FP32_BYTES * min(largest, counts.dense / compute_num_shards(inputs.parallel)[0])
 
 
 def _compute_sync_bytes(inputs: StepInputs) -> float:

@@ -118,7 +118,10 @@ def _prepare_offloaded(optimizer: Any) -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
-            parameter.decoupled_grad = torch.zeros_like(parameter)
+            zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+            # What stays on the GPU is stepped by kernels that read past a single number.
+            is_copied = parameter in optimizer.gpu_params_map_cpu_copy
+            parameter.decoupled_grad = zero.expand_as(parameter) if is_copied else torch.zeros_like(parameter)
     optimizer.step()
     torch.cuda.synchronize()
     for part in optimizer.sub_optimizers:

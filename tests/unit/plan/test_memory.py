@@ -178,6 +178,23 @@ def test_an_update_has_a_copy_of_its_share_of_the_gradients():
         assert "trainer.gradient_copies" not in trainer_of(compute_memory(other, CONSTANTS)).parts["update"]
 
 
+def test_an_optimizer_in_the_host_is_sent_one_tensor_at_a_time_in_fp32():
+    inputs = with_parallel(inputs_of(*APART), optimizer_cpu_offload=True)
+    embedding = 4 * inputs.shapes.vocab_size * inputs.shapes.hidden_size
+
+    def found(**fields):
+        parts = trainer_of(compute_memory(with_parallel(inputs, **fields), CONSTANTS)).parts
+        return parts["init"]["trainer.loading"], parts["update"]["trainer.transfer"]
+
+    assert found() == (embedding, embedding)
+    halved = found(tensor_model_parallel_size=2, data_parallel_size=1)
+    assert halved == (embedding / 2, embedding / 2)  # loaded whole in bfloat16: as many bytes
+    share = 4 * trainer_of(compute_memory(inputs, CONSTANTS)).parts["train"]["trainer.weights"] / 2 / 4096
+    assert found(data_parallel_size=4096)[1] == pytest.approx(share, abs=1)  # no rank has more than its share
+    for other in (inputs_of(*APART), dataclasses.replace(inputs, dtype_bytes=4)):
+        assert "trainer.transfer" not in trainer_of(compute_memory(other, CONSTANTS)).parts["update"]
+
+
 def test_moments_come_with_the_first_update():
     for dtype_bytes, copies in ((2, 4), (4, 0)):
         inputs = dataclasses.replace(inputs_of(*COLOCATED), dtype_bytes=dtype_bytes)
