@@ -6,6 +6,7 @@ Every method is collective over all ranks: the driver calls it on each, with tha
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import time
@@ -58,6 +59,7 @@ class RankWorker:
         self._trainer = TrainerRank(
             self._plan.trainer, self._plan.model, rank=self._rank, master_address=address, master_port=port
         )
+        gc.freeze()  # modules and model stay: a full collection would look through them, in the middle of a step
 
     @property
     def trainer(self) -> TrainerRank:

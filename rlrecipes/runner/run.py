@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -175,6 +176,9 @@ async def _run(
             is_evaluation_due=is_evaluation_due,
             next_sample=state.collector.get("next_index", 0) if state else 0,
         )
+        # What start-up made stays. A step makes some hundred thousand objects, so full collections come often, and each
+        # would look through all of it while answers wait: up to half a second.
+        gc.freeze()
         reached = await loop.run()
         hf_path = await _export(plan, trainers, reached)
     return RunResult(Path(plan.run_dir), reached, parts.evaluations, hf_path)

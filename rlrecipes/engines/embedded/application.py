@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -161,6 +162,7 @@ async def run_server(arguments: ServerArguments, listener: socket.socket) -> Non
     runner = web.AppRunner(build_app(state), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.SockSite(runner, listener).start()
+    gc.freeze()  # what is there now stays: a full collection would look through it again and again
     address = listener.getsockname()
     print(f"The server is fired up and ready to roll! http://{address[0]}:{address[1]}", flush=True)
     await should_stop.wait()
