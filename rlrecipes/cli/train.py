@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from rlrecipes.cli.flags import take_format
-from rlrecipes.config.compose import ComposedRecipe, run_hydra_app
+from rlrecipes.config.compose import ComposedRecipe, run_hydra_app, split_sweep
 from rlrecipes.runner.resolution import resolve_recipe
 
 
 def run(arguments: list[str]) -> None:
-    """Resolve each composed recipe and run it.
+    """Resolve the composed recipe, or every point of a sweep (``-m``), and run it.
 
     Args:
         arguments: overrides, Hydra's flags, and ``--format json``, which tells problems as JSON.
     """
     words = list(arguments)
     take_format(words, ("text", "json"), "text")
-    run_hydra_app(_train, words)
+    parts = split_sweep(words)
+    if parts is None:
+        run_hydra_app(_train, words)
+        return
+    from rlrecipes.cli.sweep import run_sweep
+
+    run_sweep(words, parts[0])
 
 
 def _train(recipe: ComposedRecipe) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,25 +95,37 @@ def _compose(prepared: Sequence[str], config_dirs: Sequence[Path]) -> ComposedRe
         return to_recipe(hydra.compose("config", overrides=words), words, config_dirs)
 
 
-def run_hydra_app(task: Callable[[ComposedRecipe], None], arguments: Sequence[str]) -> None:
+def run_hydra_app(
+    task: Callable[[ComposedRecipe], None],
+    arguments: Sequence[str],
+    name_point: Callable[[Sequence[str]], Mapping[str, str]] | None = None,
+) -> None:
     """Run ``task`` once per composed recipe, under Hydra's own command line (-m, --cfg, --config-dir, completion).
 
     Args:
-        task: called with each recipe; one that has problems it must refuse.
+        task: called with each recipe, in a process of its own where the launcher has it so; one that has problems it
+            must refuse.
         arguments: the command line after the verb.
+        name_point: of a sweep: overrides of a point -> values of its own, by dotted path. By default points are
+            numbered, since runs of one sweep must not share a directory.
 
     Raises:
         ConfigError: every problem found.
     """
 
     def run_one(composed: DictConfig) -> None:
+        def name_by_number(_: Sequence[str]) -> Mapping[str, str]:
+            return {"name": f"{composed.name}-{HydraConfig.get().job.num}"}
+
         try:
-            _name_sweep_job(composed)
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                for path, value in (name_point or name_by_number)(HydraConfig.get().overrides.task).items():
+                    OmegaConf.update(composed, path, value)
             task(to_recipe(composed, list(HydraConfig.get().overrides.task)))
         except Exception as error:
             raise _Stopped(error) from error
 
-    config_dirs = _config_dirs(arguments)
+    config_dirs = config_dirs_of(arguments)
     words = _prepare_arguments(arguments, config_dirs)
     sys.argv = [sys.argv[0], *words]
     app = hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="config")(run_one)
@@ -125,6 +137,30 @@ def run_hydra_app(task: Callable[[ComposedRecipe], None], arguments: Sequence[st
         raise ConfigError.from_problems(recipe.problems) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise _explain(error) from error
+
+
+def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[str]] | None:
+    """Overrides of a command line that all points of its sweep share, and those that are swept.
+
+    Args:
+        arguments: the command line after the verb.
+
+    Returns:
+        Both as they were given; None where it is no sweep.
+    """
+    words = [word for word in arguments if _is_override(word)]
+    if not {"-m", "--multirun"} & set(arguments) and "hydra.mode=MULTIRUN" not in words:
+        return None
+    shared: list[str] = []
+    swept: list[str] = []
+    for word in words:
+        try:
+            (parsed,) = OverridesParser.create().parse_overrides([word])
+        except HydraException:
+            shared.append(word)  # told when it is composed
+            continue
+        (swept if parsed.is_sweep_override() else shared).append(word)
+    return shared, swept
 
 
 class _Stopped(BaseException):
@@ -190,13 +226,12 @@ def _validate_with_defaults(data: dict[str, Any], problems: Sequence[Problem], l
     return validate(data, {})[0]
 
 
-def _name_sweep_job(composed: DictConfig) -> None:
-    """Runs of one sweep must not share a directory."""
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        composed.name = f"{composed.name}-{HydraConfig.get().job.num}"
+def config_dirs_of(arguments: Sequence[str]) -> list[Path]:
+    """Directories of groups beside ours that a command line names.
 
-
-def _config_dirs(arguments: Sequence[str]) -> list[Path]:
+    Args:
+        arguments: the command line after the verb.
+    """
     pairs = zip(arguments, arguments[1:], strict=False)
     after_flag = [Path(value) for flag, value in pairs if flag in ("--config-dir", "-cd")]
     return after_flag + [Path(word.partition("=")[2]) for word in arguments if word.startswith("--config-dir=")]

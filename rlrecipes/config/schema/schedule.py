@@ -53,3 +53,5 @@ class TrackingConfig(Section):
     """MLflow server; null: sqlite in runs_dir."""
     experiment: str
     """MLflow experiment."""
+    sweep: str | None
+    """Sweep that the run is a point of; set by the sweep."""

@@ -11,7 +11,10 @@ from rlrecipes.runner.resolution import resolve_recipe
 from rlrecipes.tracking.tracker import build_tracker
 
 pytestmark = pytest.mark.usefixtures("fast_sink")
-WORDS = {"first": "recipe=smollm2_135m_reasoning algo=grpo", "second": "recipe=smollm2_135m_reasoning algo=dapo optim.lr=3e-4"}
+WORDS = {
+    "first": "recipe=smollm2_135m_reasoning algo=grpo",
+    "second": "recipe=smollm2_135m_reasoning algo=dapo optim.lr=3e-4",
+}
 
 
 @pytest.fixture

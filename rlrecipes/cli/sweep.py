@@ -1,0 +1,168 @@
+"""`rlrecipes train -m ...`: every point is composed and judged before the first one runs; a failing one stops no other.
+
+Run again, the same command goes on: finished points are skipped, the others resume.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlrecipes.config.compose import ComposedRecipe, compose, config_dirs_of, run_hydra_app
+from rlrecipes.errors import ConfigError, InputError, Interrupted, Problem, RecipeError, RunError
+from rlrecipes.plan.nodes import Plan
+from rlrecipes.runner.resolution import resolve_recipe
+from rlrecipes.tracking.sweeps import Point, PointState, SweepRecord, find_sweep
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_FIX = "mend it and rerun the same command: finished points are skipped"
+
+
+def run_sweep(arguments: Sequence[str], shared: Sequence[str]) -> None:
+    """Run every point of a sweep that has not finished yet, and show how all of them stand.
+
+    Args:
+        arguments: the command line after the verb.
+        shared: its overrides that all points share.
+
+    Raises:
+        ConfigError: every problem of every point; nothing was started.
+        RunError: points failed; the others ran.
+        Interrupted: a signal stopped it.
+    """
+    base = _resolve_base(arguments, shared)
+    plans = _collect(arguments)
+    if not plans:
+        return  # Hydra was asked for something else than to run: --cfg, --help
+    first = next(iter(plans.values()))
+    record = find_sweep(Path(first.runs_dir), base.name if base else first.name)
+    points = record.register([_to_point(*item) for item in plans.items()], base.to_yaml() if base else None)
+    print(f"sweep {record.directory.name}: {len(points)} points, kept in {record.directory}", flush=True)
+    run_hydra_app(_Task(record), arguments, _Naming(record))
+    numbers = {point.number for point in points}
+    _tell([point for point in record.read() if point.number in numbers])
+
+
+def _resolve_base(arguments: Sequence[str], shared: Sequence[str]) -> Plan | None:
+    """What no point changes; a recipe that needs a swept value has none."""
+    words = [word for word in shared if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    directories = config_dirs_of(arguments)
+    try:
+        return resolve_recipe(compose(words, directories[0] if directories else None))
+    except ConfigError:
+        return None
+
+
+def _collect(arguments: Sequence[str]) -> dict[tuple[str, ...], Plan]:
+    """The Plan of every point under the sweep's own name, by the point's overrides."""
+    plans: dict[tuple[str, ...], Plan] = {}
+    problems: dict[Problem, list[tuple[str, ...]]] = {}
+    points: list[tuple[str, ...]] = []
+
+    def judge(recipe: ComposedRecipe) -> None:
+        points.append(recipe.overrides)
+        try:
+            plans[recipe.overrides] = resolve_recipe(recipe)
+        except ConfigError as error:
+            for problem in error.problems:
+                problems.setdefault(problem, []).append(recipe.overrides)
+
+    words = [word for word in arguments if not word.lstrip("+~").startswith(("hydra.launcher", "hydra/launcher"))]
+    with tempfile.TemporaryDirectory() as directory:  # Hydra makes one for every point
+        run_hydra_app(judge, [*words, f"hydra.sweep.dir={directory}"], lambda _: {})
+    if problems:
+        raise ConfigError.from_problems([_name_points(problem, of, points) for problem, of in problems.items()])
+    return plans
+
+
+def _name_points(problem: Problem, wrong: Sequence[tuple[str, ...]], points: Sequence[tuple[str, ...]]) -> Problem:
+    if len(wrong) == len(points):
+        return problem
+    others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    own = " ".join(_find_own(wrong[0], points))
+    return dataclasses.replace(problem, problem=f"{problem.problem} (point {own}{others})")
+
+
+def _find_own(overrides: tuple[str, ...], points: Sequence[tuple[str, ...]]) -> list[str]:
+    """What not all points say."""
+    common = set.intersection(*map(set, points)) if len(points) > 1 else set()
+    return [word.lstrip("+") for word in overrides if word not in common]
+
+
+def _to_point(overrides: tuple[str, ...], plan: Plan) -> Point:
+    if Path(plan.run_dir) != Path(plan.runs_dir) / plan.name:
+        fix = "leave it out, and name the sweep with name=NAME or its place with runs_dir=DIR"
+        raise InputError("run_dir", "is given, so all points would share it", fix)
+    return Point(-1, plan.hash, overrides, f"{plan.name}-{{number}}", f"{plan.run_dir}-{{number}}")
+
+
+class _Naming:
+    """Gives a point its run, wherever it is composed."""
+
+    def __init__(self, record: SweepRecord) -> None:
+        self._record = record
+
+    def __call__(self, overrides: Sequence[str]) -> dict[str, str]:
+        point = self._record.find(overrides)
+        return {"name": point.run_name, "tracking.sweep": self._record.directory.name}
+
+
+class _Task:
+    """Runs a point and keeps how it ended."""
+
+    def __init__(self, record: SweepRecord) -> None:
+        self._record = record
+
+    def __call__(self, recipe: ComposedRecipe) -> None:
+        from rlrecipes.cli.run import run_and_tell
+
+        point = self._record.find(recipe.overrides)
+        if point.state is PointState.FINISHED and Path(point.run_dir).is_dir():
+            print(f"{point.run_name}: finished, skipped", flush=True)
+            return
+        self._record.set_state(point, PointState.RUNNING)
+        try:
+            run_and_tell(resolve_recipe(recipe))
+        except Interrupted:
+            self._record.set_state(point, PointState.INTERRUPTED)
+            raise
+        except RecipeError as error:
+            self._record.set_state(point, PointState.FAILED, str(error))
+            print(f"{point.run_name} failed: {error}", flush=True)
+        except BaseException as error:
+            self._record.set_state(point, PointState.FAILED, f"internal error: {type(error).__name__}: {error}")
+            raise
+        else:
+            self._record.set_state(point, PointState.FINISHED)
+
+
+def _tell(points: Sequence[Point]) -> None:
+    """A table of the points.
+
+    Raises:
+        RunError: some failed.
+    """
+    from rich.console import Console
+
+    Console().print(_to_table(points))
+    failed = [point for point in points if point.state is PointState.FAILED]
+    if failed:
+        first = f"{failed[0].run_name}: {failed[0].problem}"
+        raise RunError("sweep", f"{len(failed)} of {len(points)} points failed, the first with: {first}", _FIX)
+
+
+def _to_table(points: Sequence[Point]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="points", title_justify="left")
+    for column in ("run", "what is its own", "state"):
+        table.add_column(column, overflow="fold")
+    for point in points:
+        own = _find_own(point.overrides, [other.overrides for other in points])
+        table.add_row(point.run_name, "  ".join(own), point.state.value)
+    return table

@@ -1,0 +1,73 @@
+"""Sweeps: judged before anything starts, interrupted and continued, with a point that fails, side by side."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.integration.command_line import SMALL, CommandLine
+
+pytestmark = pytest.mark.timeout(600)
+RUN = ["name=swept", "schedule.num_steps=2", "schedule.should_export_hf=false", *SMALL]
+BREAKING = '\ndef breaks(rollout):\n    raise ValueError("it is broken")\n'
+
+
+@pytest.fixture
+def shell(tmp_path, warm):
+    found = CommandLine(tmp_path, warm)
+    yield found
+    found.close()
+
+
+def states(shell: CommandLine) -> dict[str, str]:
+    """Run -> how its point stands, from the sweep's files."""
+    points = [json.loads(path.read_text()) for path in (shell.cwd / "runs/sweeps/swept/points").glob("*.json")]
+    return {point["run_name"]: point["state"] for point in points}
+
+
+def test_all_points_are_judged_before_the_first_starts(shell):
+    output = shell.run("train", "-m", *RUN, "seed=1,-2", "optim.lr=2e-3,-1", code=2)
+    assert "seed (set in override seed=-2): is -2" in output
+    assert "(point optim.lr=0.002 seed=-2 and 1 more)" in output
+    assert "(point optim.lr=-1 seed=1 and 1 more)" in output
+    assert not (shell.cwd / "runs").exists()
+    assert "all points would share it" in shell.run("train", "-m", "seed=1,2", *RUN, "run_dir=there", code=2)
+
+
+def test_what_was_finished_is_skipped_and_the_rest_goes_on(shell):
+    command = ["train", "-m", "seed=1,2", *RUN]
+    output = shell.run(*command, fate="rlrecipes.runner.loop:Loop._learn_from_rollouts:4:SIGINT", code=130)
+    assert "swept-1: step 1/2" in output
+    assert states(shell) == {"swept-0": "finished", "swept-1": "interrupted"}
+    first = (shell.cwd / "runs/swept-0/metrics.jsonl").read_bytes()
+    assert shell.leftovers() == []
+    # Another order and another point: a point is its recipe, not its place.
+    output = shell.run("train", "-m", "seed=3,2,1", *RUN)
+    assert "swept-0: finished, skipped" in output
+    assert states(shell) == {"swept-0": "finished", "swept-1": "finished", "swept-2": "finished"}
+    assert (shell.cwd / "runs/swept-0/metrics.jsonl").read_bytes() == first
+    assert [sorted(shell.metrics(f"swept-{number}")) for number in (1, 2)] == [[0, 1, 2]] * 2
+    assert shell.metrics("swept-1")[1] != shell.metrics("swept-2")[1]
+
+
+def test_a_point_that_fails_stops_no_other(shell):
+    with (shell.cwd / "letters.py").open("a") as file:
+        file.write(BREAKING)
+    rewards = "reward.name=letters:breaks,letters:count_vowels"
+    output = shell.run("train", "-m", *RUN, rewards, code=1)
+    assert states(shell) == {"swept-0": "failed", "swept-1": "finished"}
+    told = output.rpartition("rlrecipes: ")[2]
+    assert "1 of 2 points failed" in told and "it is broken" in told
+    assert shell.leftovers() == []
+
+
+@pytest.mark.slow
+def test_points_run_side_by_side(shell):
+    side_by_side = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    output = shell.run("train", "-m", "seed=1,2", *RUN, *side_by_side)
+    assert states(shell) == {"swept-0": "finished", "swept-1": "finished"}
+    steps = [output.index(f"swept-{number}: step {step}/2") for number in (0, 1) for step in (1, 2)]
+    assert steps[2] < steps[1] or steps[0] < steps[3]  # neither ended before the other began
+    assert shell.metrics("swept-0")[1] != shell.metrics("swept-1")[1]
+    assert shell.leftovers() == []
