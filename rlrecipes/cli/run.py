@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from rlrecipes.errors import ConfigError, InputError
+from rlrecipes.errors import ConfigError, InputError, Interrupted, RecipeError
 from rlrecipes.plan.lock import Lock, build_lock, check_lock, read_lock, to_lock_path
 from rlrecipes.plan.nodes import Plan, load_plan
+from rlrecipes.tracking.sweeps import PointState, find_point
 
 
 def run(arguments: list[str]) -> None:
@@ -41,11 +44,38 @@ def _check(path: Path, plan: Plan, lock: Lock) -> None:
 
 
 def run_and_tell(plan: Plan) -> None:
-    """Run a Plan and say what it left behind.
+    """Run a Plan and say what it left behind; of a point of a sweep, the sweep keeps how it ended.
 
     Args:
         plan: the Plan.
     """
+    with _keep_state(plan):
+        _run_and_tell(plan)
+
+
+@contextmanager
+def _keep_state(plan: Plan) -> Iterator[None]:
+    found = find_point(Path(plan.runs_dir), plan.tracking.sweep, Path(plan.run_dir))
+    if found is None:
+        yield
+        return
+    record, point = found
+    record.set_state(point, PointState.RUNNING)
+    try:
+        yield
+    except Interrupted:
+        record.set_state(point, PointState.INTERRUPTED)
+        raise
+    except RecipeError as error:
+        record.set_state(point, PointState.FAILED, str(error))
+        raise
+    except BaseException as error:
+        record.set_state(point, PointState.FAILED, f"internal error: {type(error).__name__}: {error}")
+        raise
+    record.set_state(point, PointState.FINISHED)
+
+
+def _run_and_tell(plan: Plan) -> None:
     print(f"{plan.name}: plan {plan.hash}, run directory {plan.run_dir}", flush=True)
     for note in plan.notes:
         print(f"  note: {note}", flush=True)

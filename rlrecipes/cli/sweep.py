@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlrecipes.config.compose import ComposedRecipe, compose, config_dirs_of, run_hydra_app
-from rlrecipes.errors import ConfigError, InputError, Interrupted, Problem, RecipeError, RunError
+from rlrecipes.errors import ConfigError, InputError, Problem, RecipeError, RunError
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.runner.resolution import resolve_recipe
 from rlrecipes.tracking.sweeps import Point, PointState, SweepRecord, find_sweep
@@ -43,7 +43,7 @@ def run_sweep(arguments: Sequence[str], shared: Sequence[str]) -> None:
     record = find_sweep(Path(first.runs_dir), base.name if base else first.name)
     points = record.register([_to_point(*item) for item in plans.items()], base.to_yaml() if base else None)
     print(f"sweep {record.directory.name}: {len(points)} points, kept in {record.directory}", flush=True)
-    run_hydra_app(_Task(record), arguments, _Naming(record))
+    run_hydra_app(_run_point, arguments, _Naming(record))
     numbers = {point.number for point in points}
     _tell([point for point in record.read() if point.number in numbers])
 
@@ -102,43 +102,27 @@ def _to_point(overrides: tuple[str, ...], plan: Plan) -> Point:
 
 
 class _Naming:
-    """Gives a point its run, wherever it is composed."""
+    """Gives a point its run, wherever it is composed, and leaves out those that have finished."""
 
     def __init__(self, record: SweepRecord) -> None:
         self._record = record
 
-    def __call__(self, overrides: Sequence[str]) -> dict[str, str]:
+    def __call__(self, overrides: Sequence[str]) -> dict[str, str] | None:
         point = self._record.find(overrides)
+        if point.state is PointState.FINISHED and Path(point.run_dir).is_dir():
+            print(f"{point.run_name}: finished, skipped", flush=True)
+            return None
         return {"name": point.run_name, "tracking.sweep": self._record.directory.name}
 
 
-class _Task:
-    """Runs a point and keeps how it ended."""
+def _run_point(recipe: ComposedRecipe) -> None:
+    """One that fails leaves the others to run; its record says why."""
+    from rlrecipes.cli.run import run_and_tell
 
-    def __init__(self, record: SweepRecord) -> None:
-        self._record = record
-
-    def __call__(self, recipe: ComposedRecipe) -> None:
-        from rlrecipes.cli.run import run_and_tell
-
-        point = self._record.find(recipe.overrides)
-        if point.state is PointState.FINISHED and Path(point.run_dir).is_dir():
-            print(f"{point.run_name}: finished, skipped", flush=True)
-            return
-        self._record.set_state(point, PointState.RUNNING)
-        try:
-            run_and_tell(resolve_recipe(recipe))
-        except Interrupted:
-            self._record.set_state(point, PointState.INTERRUPTED)
-            raise
-        except RecipeError as error:
-            self._record.set_state(point, PointState.FAILED, str(error))
-            print(f"{point.run_name} failed: {error}", flush=True)
-        except BaseException as error:
-            self._record.set_state(point, PointState.FAILED, f"internal error: {type(error).__name__}: {error}")
-            raise
-        else:
-            self._record.set_state(point, PointState.FINISHED)
+    try:
+        run_and_tell(resolve_recipe(recipe))
+    except RecipeError as error:
+        print(f"{recipe.config.name} failed: {error}", flush=True)
 
 
 def _tell(points: Sequence[Point]) -> None:

@@ -45,6 +45,9 @@ _FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "
 "-cd", "--experimental-rerun", "--info", "-i")  # fmt: skip
 
 
+type NamePoint = Callable[[Sequence[str]], Mapping[str, str] | None]
+
+
 @dataclass(frozen=True, slots=True)
 class ComposedRecipe:
     """A validated recipe and where each of its values was set.
@@ -98,7 +101,7 @@ def _compose(prepared: Sequence[str], config_dirs: Sequence[Path]) -> ComposedRe
 def run_hydra_app(
     task: Callable[[ComposedRecipe], None],
     arguments: Sequence[str],
-    name_point: Callable[[Sequence[str]], Mapping[str, str]] | None = None,
+    name_point: NamePoint | None = None,
 ) -> None:
     """Run ``task`` once per composed recipe, under Hydra's own command line (-m, --cfg, --config-dir, completion).
 
@@ -106,8 +109,8 @@ def run_hydra_app(
         task: called with each recipe, in a process of its own where the launcher has it so; one that has problems it
             must refuse.
         arguments: the command line after the verb.
-        name_point: of a sweep: overrides of a point -> values of its own, by dotted path. By default points are
-            numbered, since runs of one sweep must not share a directory.
+        name_point: of a sweep: overrides of a point -> values of its own, by dotted path; None leaves the point out. By
+            default points are numbered, since runs of one sweep must not share a directory.
 
     Raises:
         ConfigError: every problem found.
@@ -119,7 +122,10 @@ def run_hydra_app(
 
         try:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
-                for path, value in (name_point or name_by_number)(HydraConfig.get().overrides.task).items():
+                values = (name_point or name_by_number)(HydraConfig.get().overrides.task)
+                if values is None:
+                    return
+                for path, value in values.items():
                     OmegaConf.update(composed, path, value)
             task(to_recipe(composed, list(HydraConfig.get().overrides.task)))
         except Exception as error:

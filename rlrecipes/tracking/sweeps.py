@@ -180,6 +180,23 @@ def find_sweep(runs_dir: Path, name: str) -> SweepRecord:
     return SweepRecord(runs_dir / SWEEPS_DIR / name)
 
 
+def find_point(runs_dir: Path, sweep: str | None, run_dir: Path) -> tuple[SweepRecord, Point] | None:
+    """The point that a run is.
+
+    Args:
+        runs_dir: of the sweep's runs.
+        sweep: its name; None where the run is of no sweep.
+        run_dir: of the run.
+
+    Returns:
+        With its record; None where there is none, as of a saved Plan that is run elsewhere.
+    """
+    if sweep is None:
+        return None
+    record = find_sweep(runs_dir, sweep)
+    return next(((record, point) for point in record.read() if Path(point.run_dir) == run_dir), None)
+
+
 def _number(point: Point, number: int) -> Point:
     run_name, run_dir = (text.replace("{number}", str(number)) for text in (point.run_name, point.run_dir))
     return replace(point, number=number, run_name=run_name, run_dir=run_dir)
