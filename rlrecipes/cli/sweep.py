@@ -121,8 +121,9 @@ def _run_point(recipe: ComposedRecipe) -> None:
 
     try:
         run_and_tell(resolve_recipe(recipe))
-    except RecipeError as error:
-        print(f"{recipe.config.name} failed: {error}", flush=True)
+    except Exception as error:
+        says = str(error) if isinstance(error, RecipeError) else f"internal error: {type(error).__name__}: {error}"
+        print(f"{recipe.config.name} failed: {says}", flush=True)
 
 
 def _tell(points: Sequence[Point]) -> None:
