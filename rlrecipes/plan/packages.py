@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 
 from rlrecipes.errors import Problem
 from rlrecipes.plan.nodes import TrainerNode
@@ -45,3 +47,16 @@ def is_installed(module: str) -> bool:
         module: a top-level one.
     """
     return importlib.util.find_spec(module) is not None
+
+
+def read_torch_build() -> tuple[str, str | None]:
+    """The version of torch, and of the CUDA it is built for (None: without); torch is not imported, only its own note.
+
+    Raises:
+        ImportError: there is no torch.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise ImportError("torch is not installed")
+    build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return build["__version__"], build["cuda"]

@@ -19,7 +19,7 @@ import psutil
 
 from rlrecipes.engines.sglang.process import find_free_port, read_log_tail
 from rlrecipes.errors import ConfigError, RecipeError, TrainerError
-from rlrecipes.plan.hosts import FoundHost
+from rlrecipes.plan.hosts import SHARED_MEMORY_BYTES, FoundHost
 from rlrecipes.plan.nodes import HostNode, Plan
 from rlrecipes.runner.rank import RankWorker
 from rlrecipes.runner.reaper import DRIVER_VARIABLE
@@ -185,7 +185,7 @@ def _init_ray(plan: Plan) -> None:
             include_dashboard=False,
             log_to_driver=False,
             logging_level="error",
-            object_store_memory=1 << 30,
+            object_store_memory=SHARED_MEMORY_BYTES,
         )
     except Exception as error:
         fix = "free memory in /dev/shm and /tmp, then rerun"

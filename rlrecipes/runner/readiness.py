@@ -9,20 +9,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from rlrecipes.errors import ConfigError, Problem
 from rlrecipes.plan.hosts import read_visible_gpus
 from rlrecipes.plan.nodes import Plan, ServedModelNode, ServerGroupNode
 from rlrecipes.plan.nvml import GpuUse, read_driver, read_gpu_use
-from rlrecipes.plan.packages import find_missing_packages
+from rlrecipes.plan.packages import find_missing_packages, read_torch_build
 
 _GIB = 1 << 30
 _FREEING_S = 5.0
 """The driver takes a moment to free what a process held that has just been killed."""
 _POLL_INTERVAL_S = 0.25
 _INTERPRETER_TIMEOUT_S = 60.0
-_FIND_SGLANG = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('sglang') else 3)"
+_FIND_MODULE = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec(sys.argv[1]) else 3)"
 
 
 def check_is_ready(plan: Plan, *, should_train: bool = True) -> None:
@@ -38,14 +36,14 @@ def check_is_ready(plan: Plan, *, should_train: bool = True) -> None:
     problems = list(find_missing_packages(plan.trainer)) if should_train else []
     problems += _find_missing_engines(plan)
     if plan.trainer.device == "cuda":
-        problems += [*_find_driver_problems(), *_find_busy_gpus(plan)]
+        problems += list(_find_driver_problems()) or _find_busy_gpus(plan)
     if problems:
         raise ConfigError.from_problems(problems)
 
 
 def _find_missing_engines(plan: Plan) -> Iterator[Problem]:
-    """SGLang is looked for once in every interpreter and path that engines would have."""
-    asked: set[tuple[str, str]] = set()
+    """What engines import is looked for once in every interpreter and path that they would have."""
+    asked: set[tuple[str, str, str]] = set()
     for model in plan.served_models:
         for group in model.server_groups:
             if group.engine != "sglang" or not group.engines:
@@ -53,37 +51,51 @@ def _find_missing_engines(plan: Plan) -> Iterator[Problem]:
             engine = group.engines[0]
             path = engine.env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
             python = str(Path(engine.python).absolute()) if engine.python else sys.executable
-            if (python, path) not in asked:
-                asked.add((python, path))
-                yield from _look_for_sglang(python, path, model, group)
+            for module, package in _list_engine_modules(group):
+                if (python, path, module) not in asked:
+                    asked.add((python, path, module))
+                    yield from _look_for_module(python, path, model, group, (module, package))
 
 
-def _look_for_sglang(python: str, path: str, model: ServedModelNode, group: ServerGroupNode) -> Iterator[Problem]:
+def _list_engine_modules(group: ServerGroupNode) -> Iterator[tuple[str, str]]:
+    yield "sglang", "SGLang"
+    if group.sglang.get("moe_a2a_backend") == "deepep":
+        yield "deep_ep", "DeepEP"
+
+
+def _look_for_module(
+    python: str, path: str, model: ServedModelNode, group: ServerGroupNode, names: tuple[str, str]
+) -> Iterator[Problem]:
     where = f"topology.served_models.{model.name}.server_groups.{group.name}.python"
+    module, package = names
     env = os.environ | {"PYTHONPATH": path}
     try:
         found = subprocess.run(
-            [python, "-c", _FIND_SGLANG], env=env, capture_output=True, timeout=_INTERPRETER_TIMEOUT_S
+            [python, "-c", _FIND_MODULE, module], env=env, capture_output=True, timeout=_INTERPRETER_TIMEOUT_S
         )
     except OSError as error:
         yield Problem(where, f"{python} cannot be started: {error.strerror}", "give the path of an interpreter")
         return
     if found.returncode == 3:
-        problem = f"{python} has no SGLang"
-        yield Problem(where, problem, "run `make sglang`, or give an interpreter that has it")
+        fix = "run `make sglang`, or give" if module == "sglang" else "install it there, or give"
+        yield Problem(where, f"{python} has no {package}", f"{fix} an interpreter that has it")
 
 
 def _find_driver_problems() -> Iterator[Problem]:
     """A driver runs programs of its own major version of CUDA and of older ones."""
-    built = torch.version.cuda
+    version, built = read_torch_build()
     if built is None:
-        problem = f"is cuda; torch {torch.__version__} is built without CUDA"
+        problem = f"is cuda; torch {version} is built without CUDA"
         yield Problem("topology.device", problem, "install a torch with CUDA, or set topology.device=cpu")
         return
-    driver = read_driver()
+    try:
+        driver = read_driver()
+    except ConfigError as error:
+        yield from error.problems
+        return
     if driver.cuda[0] < int(built.split(".")[0]):
         runs = f"{driver.cuda[0]}.{driver.cuda[1]}"
-        problem = f"driver {driver.version} runs CUDA {runs}; torch {torch.__version__} is built for {built}"
+        problem = f"driver {driver.version} runs CUDA {runs}; torch {version} is built for {built}"
         yield Problem("cluster", problem, f"install a newer driver, or a torch for CUDA {driver.cuda[0]}")
 
 

@@ -13,6 +13,7 @@ import pytest
 from rlrecipes.engines.sglang.process import find_free_port
 from rlrecipes.errors import ConfigError
 from rlrecipes.plan.slurm import read_slurm_hosts
+from rlrecipes.runner.diagnosis.network import check_network
 
 DAEMONS = ("slurmctld", "slurmd", "sinfo", "scontrol")
 PATH = f"{os.environ['PATH']}:/usr/sbin"
@@ -147,3 +148,10 @@ def test_a_controller_that_does_not_answer_is_told(slurm, tmp_path, monkeypatch)
         read_slurm_hosts("h200")
     (problem,) = caught.value.problems
     assert problem.where == "cluster.source" and "sinfo" in problem.problem
+
+
+def test_the_network_between_nodes_is_tried_by_srun(slurm):
+    (found,) = check_network(["a1", "a2"], is_slurm=True, partition="h200")
+    assert found.state == "ok" and found.found.startswith("2 machines, 2 ways, round trip ")
+    lost = {one.what: one.found for one in check_network(["a1", "a3"], is_slurm=True, partition="h200")}
+    assert set(lost) == {"machine a3"} and "srun: " in lost["machine a3"]

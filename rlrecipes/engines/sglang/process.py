@@ -25,7 +25,8 @@ STANDINS = Path(__file__).parent / "standins"
 _GUARD = Path(__file__).parent / "guard.py"
 _LOOPBACK = "127.0.0.1"
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST_PORT = 10_000
+FIRST_PORT = 10_000
+"""Ports that a run chooses lie from here to where those begin that the kernel gives away by itself."""
 _NUM_PORTS_TO_TRY = 64
 _POLL_INTERVAL_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
@@ -90,7 +91,7 @@ def _list_ports_to_try() -> list[int]:
         ephemeral = int(_EPHEMERAL_RANGE.read_text().split()[0])
     except OSError:  # not Linux
         return [0]
-    outside = range(_FIRST_PORT, ephemeral)
+    outside = range(FIRST_PORT, ephemeral)
     return [*random.SystemRandom().sample(outside, k=min(_NUM_PORTS_TO_TRY, len(outside))), 0]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import pytest
-import torch
 
 from rlrecipes.config.compose import compose
 from rlrecipes.errors import ConfigError
@@ -17,7 +16,7 @@ from rlrecipes.runner.resolution import resolve_recipe
 
 GIB = 1 << 30
 GROUP = "topology.served_models.policy.server_groups.main"
-FIND_SGLANG = readiness._FIND_SGLANG
+FIND_MODULE = readiness._FIND_MODULE
 RECIPE = ["recipe=smollm2_135m_reasoning", "model.path=null"]
 
 
@@ -30,8 +29,8 @@ def machine(monkeypatch):
     monkeypatch.setattr(readiness, "read_gpu_use", lambda index: {3: found["use"]}[index])
     monkeypatch.setattr(readiness, "read_driver", lambda: found["driver"])
     monkeypatch.setattr(readiness, "_FREEING_S", 0.0)
-    monkeypatch.setattr(readiness, "_FIND_SGLANG", "")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(readiness, "_FIND_MODULE", "")
+    monkeypatch.setattr(readiness, "read_torch_build", lambda: ("2.11.0", "13.0"))
     return found
 
 
@@ -73,17 +72,17 @@ def test_memory_that_is_freed_meanwhile_is_waited_for(machine, monkeypatch):
 )
 def test_a_driver_that_is_too_old_and_a_torch_without_cuda(machine, monkeypatch, cuda, built, says):
     machine["driver"] = Driver("580.159.04", cuda)
-    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(readiness, "read_torch_build", lambda: ("2.11.0", built))
     ((_, problem),) = problems_of()
     assert says in problem
     machine["driver"] = Driver("999", (14, 0))
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(readiness, "read_torch_build", lambda: ("2.11.0", "13.2"))
     assert problems_of() == []
 
 
 def test_missing_packages_are_told_together(machine, monkeypatch):
     monkeypatch.setattr(packages, "is_installed", lambda module: False)
-    monkeypatch.setattr(readiness, "_FIND_SGLANG", "raise SystemExit(3)")
+    monkeypatch.setattr(readiness, "_FIND_MODULE", "raise SystemExit(3)")
     found = dict(problems_of())
     assert found["parallel.megatron.transformer_impl"] == "Transformer Engine is not installed"
     assert found[f"{GROUP}.python"] == f"{sys.executable} has no SGLang"
@@ -92,7 +91,7 @@ def test_missing_packages_are_told_together(machine, monkeypatch):
 
 
 def test_sglang_is_looked_for_where_engines_will_run(machine, monkeypatch, tmp_path):
-    monkeypatch.setattr(readiness, "_FIND_SGLANG", FIND_SGLANG)
+    monkeypatch.setattr(readiness, "_FIND_MODULE", FIND_MODULE)
     path = f"+{GROUP}.env.PYTHONPATH={tmp_path}"
     assert len(problems_of(path)) == 1
     (tmp_path / "sglang.py").touch()
