@@ -40,7 +40,7 @@ def run(arguments: list[str]) -> int:
     Raises:
         InputError: the recipe is wrong, or an option is.
     """
-    asked = _build_parser().parse_args(arguments)
+    asked = _build_parser().parse_intermixed_args(arguments)
     nodes = _read_nodes(asked.nodes)
     findings = check_dependencies()
     if all(one.state == "ok" for one in findings):  # without its packages nothing else can be looked at

@@ -24,6 +24,7 @@ VERBS = {
     "explain": "what a key means, who set it, what depends on it",
     "search": "rank the layouts of a recipe on a cluster by predicted time; prints the best as overrides",
     "calibrate": "fit the constants of the predictions to the metrics of runs",
+    "render": "a plan as a manifest: rlrecipes render kuberay recipe=... --image IMAGE",
     "init": "write a project of your own: rlrecipes init DIR",
     "doctor": "what this machine lacks: packages, GPUs, memory, limits, disk, ports, network",
 }
