@@ -84,7 +84,10 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"rlrecipes {__version__}")
         return 0
     if verb in _COMPLETION:
-        return _complete(arguments)
+        from rlrecipes.cli.completion import complete
+
+        complete(arguments, VERBS)
+        return 0
     if verb not in VERBS:
         raise_unknown_verb(verb)
     module = importlib.import_module(f"rlrecipes.cli.{verb}")
@@ -115,21 +118,6 @@ def _usage() -> str:
         "`--format json` tells plans and problems to programs; `rlrecipes train --help` lists groups and options; "
         'completion: eval "$(rlrecipes -sc install=bash)"'
     )
-
-
-def _complete(arguments: list[str]) -> int:
-    """Hydra completes overrides; it knows no verbs, so they are offered here and hidden from it."""
-    line = os.environ.get("COMP_LINE", "")
-    words = line.split(" ")
-    if len(words) == 2 and any(word.startswith("query=") for word in arguments):
-        print(" ".join(verb for verb in VERBS if verb.startswith(words[1])))
-        return 0
-    if len(words) > 2 and words[1] in VERBS:
-        os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
-    from rlrecipes.config.compose import run_hydra_app
-
-    run_hydra_app(lambda recipe: None, arguments)
-    return 0
 
 
 def _report(message: str, code: int) -> int:
