@@ -1,6 +1,6 @@
 """Words for a shell that completes `rlrecipes ...`: verbs and flags are ours, groups and keys are asked of Hydra.
 
-Hydra writes the shell's part (`rlrecipes -sc install=bash`, zsh, fish), which calls `rlrecipes -sc query=SHELL` with the
+Hydra writes the shell's part (`rlrecipes -sc install=bash`, or fish), which calls `rlrecipes -sc query=SHELL` with the
 line typed so far in COMP_LINE. It knows no verbs, and of flags only its own: what it is not to see is taken out here.
 """
 
@@ -73,7 +73,7 @@ def _ask_hydra(words: list[str], arguments: list[str]) -> list[str]:
     os.environ["COMP_LINE"] = " ".join(["rlrecipes", *kept])
     printed = io.StringIO()
     # A recipe that cannot be composed yet has no completion; a message would spoil the line.
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
-        with contextlib.suppress(RecipeError, SystemExit):
-            run_hydra_app(lambda recipe: None, [*arguments, *dirs])
+    quiet = (contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()))
+    with quiet[0], quiet[1], contextlib.suppress(RecipeError, SystemExit):
+        run_hydra_app(lambda recipe: None, [*arguments, *dirs])
     return [one for one in printed.getvalue().split() if words[-1].startswith("h") or not one.startswith("hydra")]

@@ -1,4 +1,4 @@
-"""Completion as a shell does it: a real bash runs what `rlrecipes -sc install=bash` gives it, and is asked for words."""
+"""Completion in a shell: a real bash runs what `rlrecipes -sc install=bash` gives it, and is asked for words."""
 
 from __future__ import annotations
 
