@@ -57,6 +57,10 @@ setup: $(STAMP) ## make .venv from the lock
 
 sglang: $(SGLANG_STAMP) ## make .venv-sglang, the real SGLang for CPU
 
+slurm: ## install SLURM's Debian packages (as root), for the tests that start one
+	@command -v slurmctld /usr/sbin/slurmctld >/dev/null || \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm slurmd slurmctld; }
+
 trl: $(TRL_STAMP) ## make .venv-trl, which benchmarks/grpo_speed.py runs against
 
 docs: $(STAMP) ## write the generated pages of docs/
@@ -97,4 +101,4 @@ $(TRL_STAMP): requirements/trl.txt $(STAMP)
 	$(UV) pip install -q --python $(TRL)/bin/python --no-deps --require-hashes -r requirements/trl.txt
 	@touch $@
 
-.PHONY: help quickstart test test-full test-gpu coverage mutation check fmt setup sglang trl docs inventory lock
+.PHONY: help quickstart test test-full test-gpu coverage mutation check fmt setup sglang slurm trl docs inventory lock

@@ -348,13 +348,12 @@ class Measurement:
             await self._attempt("release and resume", self._measure_memory(route))
 
     async def _connect_trainer(self, route: Route, trainer: Any) -> None:
-        from rlrecipes.engines.sglang.process import find_free_port
         from rlrecipes.runner.rank import RankWorker
 
         def connect() -> None:
-            worker = RankWorker(route.plan.model_dump_json(), 0, "127.0.0.1", 0, str(self._arguments.log))
+            worker = RankWorker(route.plan.model_dump_json(), 0, "127.0.0.1", 0, "127.0.0.1", str(self._arguments.log))
             worker._trainer = trainer
-            worker.connect([(route.serving.updated_engines[0].url, 1, (0,))], find_free_port())
+            worker.connect([(route.serving.updated_engines[0].url, 1, (0,))])
             route.worker = worker
 
         await self._in_trainer(connect)

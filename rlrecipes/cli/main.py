@@ -19,6 +19,7 @@ VERBS = {
     "plan": "resolve a recipe and show what would run where; starts nothing",
     "run": "execute a saved plan: rlrecipes run plan.yaml",
     "eval": "measure a model on held-out prompts, without training",
+    "jobs": "runs that were submitted to SLURM: state, step, reward, why they wait; --cancel ends one",
     "compare": "hold runs against each other: what differs, what came of it",
     "diff": "what two recipes, plans or runs say differently, and who said it",
     "explain": "what a key means, who set it, what depends on it",

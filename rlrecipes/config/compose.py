@@ -169,6 +169,48 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[str]] | None:
     return shared, swept
 
 
+def compose_jobs(
+    loader: Any, base: DictConfig, job_overrides: Sequence[Sequence[str]], first_number: int
+) -> list[ComposedRecipe]:
+    """Every recipe of a sweep at once, for a launcher that runs them elsewhere. One alone keeps its name.
+
+    Args:
+        loader: Hydra's.
+        base: what Hydra composed for the sweep.
+        job_overrides: of each job.
+        first_number: of its jobs.
+
+    Raises:
+        ConfigError: every problem found, of all of them.
+    """
+    recipes, problems = [], dict[Problem, None]()
+    for number, overrides in enumerate(job_overrides, first_number):
+        try:
+            composed = loader.load_sweep_config(base, list(overrides))
+            words = list(composed.hydra.overrides.task)
+            OmegaConf.set_struct(composed, False)
+            del composed["hydra"]
+            if len(job_overrides) > 1 or first_number > 0:
+                composed.name = f"{composed.name}-{number}"
+            recipes.append(to_recipe(composed, words))
+        except MissingConfigException as error:
+            problems |= dict.fromkeys(_collect(error, list(overrides)))
+        except ConfigError as error:
+            problems |= dict.fromkeys(error.problems)
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            problems |= dict.fromkeys(_explain(error).problems)
+    if problems:
+        raise ConfigError.from_problems(list(problems))
+    return recipes
+
+
+def _collect(error: MissingConfigException, words: Sequence[str]) -> Sequence[Problem]:
+    try:
+        return _stand_in(error, words, []).problems
+    except ConfigError as found:
+        return found.problems
+
+
 class _Stopped(BaseException):
     """Carries an error past Hydra, which would print any Exception its own way and go on with the sweep."""
 
@@ -253,7 +295,10 @@ def _prepare_arguments(arguments: Sequence[str], config_dirs: Sequence[Path]) ->
     _check_no_stray_word(arguments)
     # Overrides first: Hydra's parser refuses flags between them, and a bare --info would swallow one.
     overrides = prepare_overrides([word for word in arguments if _is_override(word)], config_dirs)
-    return [*overrides, *(word for word in arguments if not _is_override(word))]
+    flags = [word for word in arguments if not _is_override(word)]
+    # Hydra asks its launcher for sweeps alone; who names one wants it for a single run too.
+    is_launched = any(word.startswith("hydra/launcher=") and word != "hydra/launcher=basic" for word in overrides)
+    return [*overrides, *flags, *(["--multirun"] if is_launched and not {"-m", "--multirun"} & {*flags} else [])]
 
 
 def _check_no_stray_word(arguments: Sequence[str]) -> None:
@@ -299,13 +344,18 @@ def prepare_overrides(overrides: Sequence[str], config_dirs: Sequence[Path] = ()
             problems.append(
                 Problem(key, f"is a group, and {parsed.value()!r} no option of it", did_you_mean("", options))
             )
-        elif options or parsed.is_delete() or key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        elif options or parsed.is_delete() or _is_hydras(key):
             prepared.append(word)
         else:
             prepared.append("++" + word.lstrip("+"))
     if problems:
         raise ConfigError.from_problems(name_rule(problems, COMPOSITION))
     return prepared
+
+
+def _is_hydras(key: str) -> bool:
+    """Whether Hydra judges a key itself; options of the launcher are judged by it, new ones among them."""
+    return key == "hydra" or (key.startswith(("hydra.", "hydra/")) and not key.startswith("hydra.launcher."))
 
 
 def _options(group: str, config_dirs: Sequence[Path]) -> set[str]:

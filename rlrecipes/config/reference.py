@@ -42,7 +42,7 @@ def render_docs() -> str:
             rows = _section_rows(group, section, sections)
             lines += ["", _escape(section["description"]), *_table(rows)]
     parts = sorted(directory.name for directory in _CONF_DIR.iterdir() if directory.is_dir())
-    for group in [name for name in parts if name not in properties and name not in ("recipe", "__pycache__")]:
+    for group in [name for name in parts if name not in properties and name not in ("recipe", "hydra", "__pycache__")]:
         lines += ["", f"## {group}", "", "What options of other groups are put together from.", "", *_options(group)]
     lines += ["", "## recipe", "", "Choices for all of the above that belong together.", "", *_options("recipe")]
     return "\n".join(lines) + "\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from rlrecipes.plan.slurm import read_slurm_hosts
 
 _GPU_DIR = Path(__file__).parent.parent / "conf" / "gpu"
 _READ_FIELDS = {"gpus_per_node": "num_gpus", "cpus_per_node": "num_cpus", "memory_bytes_per_node": "memory_bytes"}
+RAY_ADDRESS = "RAY_ADDRESS"
+"""Ray's own environment variable: the cluster that a process belongs to. Set in a job of the SLURM launcher."""
 _CHOOSE_GPU = "choose it with gpu@cluster.gpu=NAME"
 
 
@@ -85,7 +88,17 @@ def to_cluster_node(cluster: ClusterConfig) -> ClusterNode:
         gpu=cluster.gpu,
         nic_bytes_per_s=cluster.nic_bytes_per_s,
         disk_bytes=cluster.disk_bytes,
+        address=cluster.address,
     )
+
+
+def is_on_ray(plan: Plan) -> bool:
+    """Whether a run joins a Ray cluster; elsewhere it starts a Ray of its own on one machine.
+
+    Args:
+        plan: the Plan.
+    """
+    return len(plan.hosts) > 1 or plan.cluster.source == "ray"
 
 
 def find_gpus(name: str) -> tuple[GpuConfig, ...]:
@@ -106,17 +119,21 @@ def check_is_here(plan: Plan) -> None:
         plan: the Plan.
 
     Raises:
-        ConfigError: it needs more machines than this one, more GPUs than there are here, or others.
+        ConfigError: it needs more machines than this one and no Ray is there to reach them, more GPUs than there are
+            here, or others.
     """
+    if is_on_ray(plan):
+        if plan.cluster.source != "ray" and not os.environ.get(RAY_ADDRESS):
+            problem = f"{plan.cluster.name} has {len(plan.hosts)} machines; a run starts on this one alone"
+            fix = "submit it with hydra/launcher=slurm, start it in a Ray cluster with cluster=ray, or use one machine"
+            raise ConfigError("cluster", problem, fix)
+        return
     here = read_local_host()
     source, there = plan.cluster.source, plan.hosts[0]
     used = [device.gpu for device in plan.trainer.devices if device.gpu is not None]
     used += [d.gpu for m in plan.served_models for e in m.engines for d in e.devices if d.gpu is not None]
     num_needed = there.num_gpus if source == "described" else max(used, default=-1) + 1
     fix = "start it on such a machine, or resolve it for this one with cluster=host"
-    if len(plan.hosts) > 1:
-        problem = f"{plan.cluster.name} has {len(plan.hosts)} machines; a run starts on this one alone"
-        raise ConfigError("cluster", problem, "use one machine: cluster=host, or cluster.num_nodes=1 on it")
     if num_needed > here.node.num_gpus:
         says = f"{plan.cluster.name} says {num_needed} GPUs" if source == "described" else f"needs {num_needed} GPUs"
         raise ConfigError("cluster", f"{says}; here are {here.node.num_gpus or 'none'}", fix)

@@ -50,7 +50,7 @@ def to_engine_command(
     options = dict(group.sglang)
     first_port = options.pop("port", None)
     port = "{port}" if first_port is None else str(first_port + number)
-    words = ["{python}", "-m", module, "--model-path", "{model_path}", "--host", _HOST, "--port", port]
+    words = ["{python}", "-m", module, "--model-path", "{model_path}", "--host", "{host}", "--port", port]
     words += ["--dtype", config.model.dtype, "--random-seed", str(config.seed + index)]
     native = _layout_options(group) | _role_options(group, has_encoders=has_encoders)
     if config.deterministic:

@@ -79,6 +79,8 @@ class ClusterNode(Section):
     """Network of one GPU to other nodes, one direction."""
     disk_bytes: int | None
     """Free under runs_dir when the Plan was made; None: unknown."""
+    address: str | None = None
+    """Of the Ray cluster that the run joins; None: of no other's."""
 
 
 class ModelNode(Section):
@@ -191,9 +193,9 @@ class TrainerNode(Section):
 class ProcessNode(Section):
     """One process to start.
 
-    ``command`` may hold ``{python}``, ``{port}``, ``{metrics_port}``, ``{bootstrap_port}``, ``{dist_init_addr}``,
-    ``{model_path}``, ``{encoder_urls}``, ``{worker_urls}``, ``{prefill_urls}`` and ``{decode_urls}``, filled in on its
-    host; ``env`` may hold ``{standins}``.
+    ``command`` may hold ``{python}``, ``{host}``, ``{port}``, ``{metrics_port}``, ``{bootstrap_port}``,
+    ``{dist_init_addr}``, ``{model_path}``, ``{encoder_urls}``, ``{worker_urls}``, ``{prefill_urls}`` and
+    ``{decode_urls}``, filled in when it is started; ``env`` may hold ``{standins}``.
     """
 
     name: str
@@ -313,6 +315,16 @@ class Plan(Section):
     def policy(self) -> ServedModelNode | None:
         """The served model being trained; None where nothing is served (SFT without evaluation)."""
         return next((model for model in self.served_models if model.name == POLICY), None)
+
+    @property
+    def num_used_gpus(self) -> dict[int, int]:
+        """Machine -> GPUs that are used of it, from the first on; machines without a process are left out."""
+        engines = [engine for model in self.served_models for engine in model.engines]
+        parts = [part for engine in engines for part in (engine, *engine.followers)]
+        used: dict[int, int] = {}
+        for device in (*self.trainer.devices, *(device for part in parts for device in part.devices)):
+            used[device.node] = max(used.get(device.node, 0), 0 if device.gpu is None else device.gpu + 1)
+        return used
 
     def to_data(self) -> dict[str, Any]:
         """Plain data of the whole Plan."""

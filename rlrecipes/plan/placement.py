@@ -64,9 +64,7 @@ def place(config: RunConfig, hosts: tuple[HostNode, ...], problems: list[Problem
     num_ranks = count_trainer_ranks(config.parallel)
     counts = count_engines(config, hosts)
     if config.topology.device == "cpu":
-        cpu = DeviceNode(node=0, gpu=None)
-        processes = {key: (cpu,) * group.gpus_per_engine for key, group in _engines(config, counts)}
-        return Placement((cpu,) * num_ranks, counts, processes)
+        return _place_on_cpus(config, counts, num_ranks, len(hosts) or 1)
     gpus = [DeviceNode(node=node, gpu=gpu) for node, host in enumerate(hosts) for gpu in range(host.num_gpus)]
     trainer = gpus[:num_ranks]
     shared = _Pool(hosts, [0] * len(hosts))
@@ -80,6 +78,18 @@ def place(config: RunConfig, hosts: tuple[HostNode, ...], problems: list[Problem
         problems.append(_too_few(config, counts, len(gpus)))
         return Placement()
     return Placement(tuple(trainer), counts, places, tuple(_notes(config, hosts, places)))
+
+
+def _place_on_cpus(config: RunConfig, counts: dict[GroupKey, int], num_ranks: int, num_hosts: int) -> Placement:
+    """Ranks in equal parts; engines in turn, first where fewest ranks are."""
+    trainer = tuple(DeviceNode(node=rank * num_hosts // num_ranks, gpu=None) for rank in range(num_ranks))
+    ranks = Counter(device.node for device in trainer)
+    order = sorted(range(num_hosts), key=lambda node: ranks[node])
+    places = {
+        key: (DeviceNode(node=order[index % num_hosts], gpu=None),) * group.gpus_per_engine
+        for index, (key, group) in enumerate(_engines(config, counts))
+    }
+    return Placement(trainer, counts, places)
 
 
 def count_engines(config: RunConfig, hosts: Sequence[HostNode]) -> dict[GroupKey, int]:

@@ -260,7 +260,7 @@ class Loop:
 
     async def _send_by_disk(self, clients: Sequence[EngineClient], version: int) -> int:
         path = (Path(self._plan.run_dir) / "weights" / f"v{version:06d}").absolute()
-        await self._parts.trainers.run("export_hf", str(path), self._plan.model.path)
+        await self._parts.trainers.run("export_hf", str(path), str(Path(self._plan.model.path).absolute()))
         await asyncio.gather(*(client.update_weights_from_disk(str(path)) for client in clients))
         for old in path.parent.iterdir():
             if old != path:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlrecipes.plan.nodes import Plan
-from rlrecipes.runner.servers import to_visible_devices
+from rlrecipes.runner.machines import to_visible_devices
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,10 +35,13 @@ class RankWorker:
         rank: of this process.
         master_address: where ranks meet.
         master_port: free on that host.
+        address: at which engines reach this host.
         log_path: takes everything this process prints.
     """
 
-    def __init__(self, plan_json: str, rank: int, master_address: str, master_port: int, log_path: str) -> None:
+    def __init__(
+        self, plan_json: str, rank: int, master_address: str, master_port: int, address: str, log_path: str
+    ) -> None:
         _redirect_output(Path(log_path))
         self._plan = Plan.model_validate_json(plan_json)
         gpu = self._plan.trainer.devices[rank].gpu
@@ -46,6 +49,7 @@ class RankWorker:
             os.environ["CUDA_VISIBLE_DEVICES"] = to_visible_devices(str(gpu))  # read when CUDA is first used
         self._rank = rank
         self._master = (master_address, master_port)
+        self._address = address
         self._transport: Transport | None = None
         self._handles: HandleTransport | None = None
         self._trainer: TrainerRank | None = None
@@ -136,14 +140,14 @@ class RankWorker:
             durations.append(time.perf_counter() - started_s)
         return 2 * size**3 / min(durations)
 
-    def connect(self, engines: Sequence[tuple[str, int, tuple[int, ...]]], port: int) -> None:
+    def connect(self, engines: Sequence[tuple[str, int, tuple[int, ...]]]) -> None:
         """Prepare to send weights; where they travel as handles of GPU memory every rank does, elsewhere the sources.
 
         Args:
             engines: (url, number of ranks, for each of them the trainer rank on its GPU) of every engine to update.
-            port: free on this host, for the process group of this source.
         """
         from rlrecipes.engines.sglang.client import EngineClient
+        from rlrecipes.engines.sglang.process import find_free_port
         from rlrecipes.weight_sync.handles import HandleTransport, SharingEngine
         from rlrecipes.weight_sync.transports import Destination, DistributedTransport, TensorTransport
 
@@ -160,8 +164,8 @@ class RankWorker:
         elif self._plan.weight_sync.transport == "distributed":
             self._transport = DistributedTransport(
                 destinations,
-                address=self._master[0],
-                port=port,
+                address=self._address,
+                port=find_free_port(),
                 group_name=f"weights-{self._rank}",
                 backend="gloo" if self._plan.trainer.device == "cpu" else "nccl",
                 timeout_s=timeout_s,

@@ -28,7 +28,7 @@ _MAX_ROUNDS = 50
 
 
 def run_reaper(driver_pid: int) -> None:
-    """Wait for the driver's end and kill every process of its Ray, by handles that a reused number cannot fool.
+    """Wait for the driver's end and kill what it has left, by handles that a reused number cannot fool.
 
     Args:
         driver_pid: of the process that started this one.
@@ -38,6 +38,15 @@ def run_reaper(driver_pid: int) -> None:
         driver = os.pidfd_open(driver_pid)
         if os.getppid() == driver_pid:
             select.select([driver], [], [])
+    kill_left(driver_pid)
+
+
+def kill_left(driver_pid: int) -> None:
+    """Kill what a process has left: its Ray, and what has inherited DRIVER_VARIABLE with its number.
+
+    Args:
+        driver_pid: of the process; it may be the caller.
+    """
     for _ in range(_MAX_ROUNDS):
         handles = list(_find_left(driver_pid))
         if not handles:

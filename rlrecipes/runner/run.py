@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlrecipes.config.schema import RlConfig
-from rlrecipes.engines.sglang.process import find_free_port
 from rlrecipes.errors import ConfigError, Interrupted, WeightSyncError
 from rlrecipes.plan.cluster import check_is_here
 from rlrecipes.plan.facts import find_obstacles
@@ -27,7 +26,7 @@ from rlrecipes.runner.build import (
     build_run_tracker,
 )
 from rlrecipes.runner.checkpoint import CheckpointStore, RunState, check_same_recipe
-from rlrecipes.runner.cluster import TrainerGroup
+from rlrecipes.runner.cluster import RayCluster, TrainerGroup
 from rlrecipes.runner.faults import RunLock, StopRequest
 from rlrecipes.runner.loop import Loop, Parts
 from rlrecipes.runner.preparation import run_preparation, write_tasks
@@ -200,16 +199,22 @@ def _start_tracker(plan: Plan, state: RunState | None, stack: AsyncExitStack) ->
 async def _start_processes(
     plan: Plan, checkpoint: Path | None, stack: AsyncExitStack, stop: StopRequest, show: Callable[[str], None]
 ) -> tuple[Serving | None, TrainerGroup, GpuTurns]:
-    serving = Serving(plan, show) if plan.served_models else None
+    cluster = RayCluster(plan)
+    stack.push_async_callback(cluster.close)
     stop.install()
+    if cluster.is_joined:  # engines of other machines are started through it
+        await cluster.launch()
+        await stop.run(cluster.settle())
+    serving = Serving(plan, show, cluster.machines) if plan.served_models else None
     if serving is not None:
         stack.push_async_callback(serving.close)
         await stack.enter_async_context(serving.naming_deaths())
         serving.launch()  # engines come up while Ray and the trainers do
-    trainers = TrainerGroup(plan, Path(plan.run_dir) / "logs")
+    trainers = TrainerGroup(plan, Path(plan.run_dir) / "logs", cluster)
     stack.push_async_callback(trainers.close)
     turns = GpuTurns(plan, trainers, serving)
-    await trainers.launch()
+    if not cluster.is_joined:
+        await cluster.launch()
     are_engines_first = _share_gpus(plan)
     if serving is not None and are_engines_first:
         # An engine takes a share of what it finds free: trainers come when it has, and has given back what it will.
@@ -239,11 +244,10 @@ async def _start_trainers(plan: Plan, trainers: TrainerGroup, checkpoint: Path |
 async def _connect(trainers: TrainerGroup, plan: Plan, updated: Sequence[Engine]) -> None:
     if is_sent_by_all(plan):
         engines = [(engine.url, engine.num_ranks, find_trainer_ranks(plan, engine)) for engine in updated]
-        await trainers.run("connect", engines, 0)
+        await trainers.run("connect", engines)
         return
     for ranks in plan.trainer.weight_sources:  # in turn, as they send
-        ports = [([(engine.url, engine.num_ranks, ()) for engine in updated], find_free_port()) for _ in ranks]
-        await trainers.run("connect", per_rank=ports, ranks=ranks)
+        await trainers.run("connect", [(engine.url, engine.num_ranks, ()) for engine in updated], ranks=ranks)
 
 
 def find_trainer_ranks(plan: Plan, engine: Engine) -> tuple[int, ...]:
@@ -303,7 +307,12 @@ async def _evaluate(plan: Plan, inputs: Inputs) -> EvaluationResult:
     stop = StopRequest()
     stop.install()
     async with AsyncExitStack() as stack:
-        serving = Serving(plan, print)
+        cluster = RayCluster(plan)
+        if cluster.is_joined:
+            stack.push_async_callback(cluster.close)
+            await cluster.launch()
+            await stop.run(cluster.settle())
+        serving = Serving(plan, print, cluster.machines)
         stack.push_async_callback(serving.close)
         await stack.enter_async_context(serving.naming_deaths())
         serving.launch()

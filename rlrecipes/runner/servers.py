@@ -1,11 +1,10 @@
-"""Engines and routers as processes of this host, started together and stopped together; and engines others run."""
+"""Engines and routers as processes, started together and stopped together; and engines others run."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -14,17 +13,11 @@ from pathlib import Path
 
 from rlrecipes.config.schema import WorkerType
 from rlrecipes.engines.sglang.client import EngineClient
-from rlrecipes.engines.sglang.process import (
-    STANDINS,
-    ServerProcess,
-    find_free_port,
-    wait_until_joined,
-    wait_until_workers,
-)
+from rlrecipes.engines.sglang.process import STANDINS, ServerProcess, wait_until_joined, wait_until_workers
 from rlrecipes.errors import EngineError, WeightSyncError
 from rlrecipes.plan.nodes import POLICY, DeviceNode, Plan, ProcessNode, ServedModelNode
+from rlrecipes.runner.machines import LocalMachine, Machine
 
-_HOST = "127.0.0.1"
 _ROUTERS_FILE = "routers.json"
 _DEATH_S = 3.0
 """A server that dies drops its callers a moment before it has ended."""
@@ -65,11 +58,19 @@ class ServedModel:
         node: from the Plan.
         log_dir: one log a process is kept there.
         announce: called when the router answers, before anybody joins.
+        machines: by their number in the Plan; the router is started on this one.
     """
 
-    def __init__(self, node: ServedModelNode, log_dir: Path, announce: Callable[[ServedModelNode, str], None]) -> None:
+    def __init__(
+        self,
+        node: ServedModelNode,
+        log_dir: Path,
+        announce: Callable[[ServedModelNode, str], None],
+        machines: Mapping[int, Machine],
+    ) -> None:
         self._node = node
         self._log_dir = log_dir
+        self._machines = machines
         self._announce = announce
         self._processes: list[ServerProcess] = []
         self.engines: list[Engine] = []
@@ -81,13 +82,18 @@ class ServedModel:
         for group in groups:
             is_encoder = group.worker_type == "encoder"
             for node in group.engines:
-                port, bootstrap_port = _chosen_port(node.command) or find_free_port(), find_free_port()
+                machine = self._machines[node.devices[0].node]
+                bootstrap_port = machine.find_free_port()
                 values = {
                     "model_path": str(Path(self._node.path).absolute()),
                     "bootstrap_port": str(bootstrap_port),
                     "encoder_urls": " ".join(self._urls("encoder")),
                 }
-                url, process = self._launch(node, port, values)
+                if node.followers:
+                    values["dist_init_addr"] = f"{machine.address}:{machine.find_free_port()}"
+                url, process = self._launch(machine, node, values)
+                for follower in node.followers:
+                    self._launch(self._machines[follower.devices[0].node], follower, values)
                 engine = Engine(
                     url,
                     group.worker_type,
@@ -126,7 +132,7 @@ class ServedModel:
             "prefill_urls": " ".join(prefill),
             "decode_urls": " ".join(f"--decode {url}" for url in self._urls("decode")),
         }
-        url, router = self._launch(node, _chosen_port(node.command) or find_free_port(), values)
+        url, router = self._launch(LocalMachine(), node, values)
         await router.wait_until_ready(url, node.start_timeout_s)
         self.router_url = url  # only now: another model's announcement tells every router that has one
         self._announce(self._node, self.router_url)
@@ -161,22 +167,22 @@ class ServedModel:
     def _urls(self, worker_type: WorkerType) -> Iterable[str]:
         return (engine.url for engine in self.engines if engine.worker_type == worker_type)
 
-    def _launch(self, node: ProcessNode, port: int, values: Mapping[str, str]) -> tuple[str, ServerProcess]:
+    def _launch(self, machine: Machine, node: ProcessNode, values: Mapping[str, str]) -> tuple[str, ServerProcess]:
         python = str(Path(node.python).absolute()) if node.python else sys.executable
+        port = _chosen_port(node.command) or machine.find_free_port()
         filled = {
             "python": python,
+            "host": machine.address,
             "port": str(port),
-            "metrics_port": str(find_free_port()),
+            "metrics_port": str(machine.find_free_port()),
             "standins": str(STANDINS),
             **values,
         }
         command = [part for word in node.command for part in _fill(word, filled)]
-        env = os.environ | {name: _fill(value, filled)[0] for name, value in node.env.items()}
-        if "CUDA_VISIBLE_DEVICES" in node.env:
-            env["CUDA_VISIBLE_DEVICES"] = to_visible_devices(node.env["CUDA_VISIBLE_DEVICES"])
-        process = ServerProcess(node.name, command, env, self._log_dir / f"{node.name}.log")
+        env = {name: _fill(value, filled)[0] for name, value in node.env.items()}
+        process = machine.start(node.name, command, env, self._log_dir / f"{node.name}.log")
         self._processes.append(process)
-        return f"http://{_HOST}:{port}", process
+        return f"http://{machine.address}:{port}", process
 
     def check_alive(self) -> None:
         """Raise when a process has died.
@@ -201,11 +207,15 @@ class Serving:
     Args:
         plan: the Plan.
         show: tells a person something.
+        machines: by their number in the Plan; None: this one alone.
     """
 
-    def __init__(self, plan: Plan, show: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, show: Callable[[str], None], machines: Mapping[int, Machine] | None = None) -> None:
         run_dir = Path(plan.run_dir)
-        self._models = {node.name: ServedModel(node, run_dir / "logs", self._announce) for node in plan.served_models}
+        places = machines or {0: LocalMachine()}
+        self._models = {
+            node.name: ServedModel(node, run_dir / "logs", self._announce, places) for node in plan.served_models
+        }
         self._routers_file = run_dir / _ROUTERS_FILE
         self._show = show
 
@@ -294,16 +304,6 @@ class Serving:
         """Stop everything."""
         self._routers_file.unlink(missing_ok=True)
         await asyncio.gather(*(model.close() for model in self._models.values()))
-
-
-def to_visible_devices(wanted: str) -> str:
-    """GPUs by their number in a Plan, as this process's CUDA_VISIBLE_DEVICES names them: a job may be given some only.
-
-    Args:
-        wanted: numbers with commas between them.
-    """
-    given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return ",".join(given[int(gpu)] for gpu in wanted.split(",")) if given and wanted else wanted
 
 
 def _fill(word: str, values: Mapping[str, str]) -> list[str]:

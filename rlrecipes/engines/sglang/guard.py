@@ -8,6 +8,9 @@ grandchild, where SGLang computes.
 
 SIGTERM is passed on to the command; SIGUSR1 kills its whole process group. When the command ends, or the parent does,
 however it dies, the group is killed. The exit code is the command's, or 128 + the signal that ended it.
+
+Where the parent blocks SIGTERM, both stay deaf to it: a scheduler sends it to every process of a job, and the engines
+must outlive the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,10 +23,6 @@ import subprocess
 import sys
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
-
-def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def run_guarded(parent_pid: int, command: list[str]) -> int:
@@ -39,9 +38,14 @@ def run_guarded(parent_pid: int, command: list[str]) -> int:
     parent = os.pidfd_open(parent_pid)
     if os.getppid() != parent_pid:
         return 1  # it died before it could be watched, and its number may be another's by now
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # one that came before its handler would leave the child alone
+    # One that came before its handler would leave the child alone.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS) - {signal.SIGUSR1}
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
     try:
-        child = subprocess.Popen(command, process_group=0, preexec_fn=_unblock)
+        child = subprocess.Popen(command, process_group=0, preexec_fn=unblock)
     except OSError as error:
         print(f"cannot start {command[0]}: {error}", file=sys.stderr)
         return 127
@@ -52,7 +56,7 @@ def run_guarded(parent_pid: int, command: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM))
     signal.signal(signal.SIGUSR1, kill_group)
-    _unblock()
+    unblock()
     select.select([parent, os.pidfd_open(child.pid)], [], [])
     kill_group()
     code = child.wait()

@@ -135,7 +135,7 @@ class ServerProcess:
         self._check_port(command)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
-            self._log_offset_bytes = log.tell()
+            self.log_offset_bytes = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_GUARD), str(getpid()), *command],
                 env=dict(env),
@@ -193,9 +193,10 @@ class ServerProcess:
         Args:
             grace_s: how long it may take to end by itself.
         """
+        is_deaf = signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())  # as its guard is (see there)
         self._process.terminate()
         try:
-            self._process.wait(grace_s)
+            self._process.wait(0.0 if is_deaf else grace_s)
         except subprocess.TimeoutExpired:
             self._process.send_signal(signal.SIGUSR1)
             self._process.wait(_KILL_TIMEOUT_S)
@@ -207,14 +208,14 @@ class ServerProcess:
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                listener.bind(("127.0.0.1", port))
+                listener.bind(("", port))
             except OSError as error:
                 problem = f"port {port} is taken{_find_owner(port)}"
                 fix = "stop that process, or leave the port out to have a free one found"
                 raise EngineError(f"engine {self.name}", problem, fix) from error
 
     def _error(self, what: str) -> EngineError:
-        tail = read_log_tail(self.log_path, self._log_offset_bytes)
+        tail = read_log_tail(self.log_path, self.log_offset_bytes)
         fixes = (fix for pattern, fix in _KNOWN_CAUSES if re.search(pattern, f"{what}\n{tail}", re.MULTILINE))
         indented = "\n".join(f"        {line}" for line in tail.splitlines())
         problem = f"{what}; the end of {self.log_path}:\n{indented}"

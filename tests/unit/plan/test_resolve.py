@@ -134,7 +134,7 @@ def test_gpus_are_placed_colocated_or_apart():
 
 @pytest.mark.parametrize("path", sorted(p for p in CONF.rglob("*.yaml") if p.parent != CONF), ids=lambda p: p.stem)
 def test_every_shipped_option_composes(path, hf_dir):
-    group, option = path.parent.name, path.stem
+    group, option = path.parent.relative_to(CONF).as_posix(), path.stem
     main = "topology.served_models.policy.server_groups.main"
     mounted = {"gpu": "cluster.gpu", "server_group": main, "served_model": "topology.served_models.policy"}
     names = ("reference", "reward", "teacher")

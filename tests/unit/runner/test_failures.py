@@ -26,7 +26,7 @@ OUT_OF_MEMORY = (
 
 def to_error(tmp_path, error, method="train_step", **trainer):
     facts = {"num_ranks": 1, "device": "cuda", "max_tokens_per_micro_batch": 16384, "recompute_granularity": None}
-    group = TrainerGroup(SimpleNamespace(trainer=SimpleNamespace(**facts | trainer)), tmp_path)
+    group = TrainerGroup(SimpleNamespace(trainer=SimpleNamespace(**facts | trainer)), tmp_path, None)
     (problem,) = group._to_error(0, method, error).problems
     assert problem.where == "trainer rank 0"
     return problem

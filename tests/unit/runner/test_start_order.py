@@ -20,7 +20,8 @@ STAY = ["topology.should_offload_engines=false", "topology.should_offload_traine
 class Part:
     """Serving, trainers and stop request at once; notes what it is told to do."""
 
-    colocated_engines = updated_engines = ()
+    colocated_engines = updated_engines = machines = ()
+    is_joined = False
 
     def __init__(self, told):
         self.told = told
@@ -68,6 +69,7 @@ def test_trainers_wait_for_engines_on_their_gpus(monkeypatch, overrides, are_eng
     plan, told = resolve(recipe.config, HOSTS, recipe.origins), []
     monkeypatch.setattr(run, "Serving", lambda *arguments: Engines(told))
     monkeypatch.setattr(run, "TrainerGroup", lambda *arguments: Part(told))
+    monkeypatch.setattr(run, "RayCluster", lambda *arguments: Part(told))
 
     async def execute():
         async with AsyncExitStack() as stack:

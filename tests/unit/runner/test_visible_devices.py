@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlrecipes.runner.servers import to_visible_devices
+from rlrecipes.runner.machines import to_visible_devices
 
 
 @pytest.mark.parametrize(
