@@ -35,7 +35,7 @@ def check_is_ready(plan: Plan, *, should_train: bool = True) -> None:
     """
     problems = list(find_missing_packages(plan.trainer)) if should_train else []
     problems += _find_missing_engines(plan)
-    if plan.trainer.device == "cuda":
+    if plan.trainer.device == "cuda" and plan.cluster.source != "ray":  # a Ray's driver may be on any machine
         problems += list(_find_driver_problems()) or _find_busy_gpus(plan)
     if problems:
         raise ConfigError.from_problems(problems)
@@ -116,15 +116,18 @@ def _find_busy_gpus(plan: Plan) -> list[Problem]:
 
 
 def _to_needed_bytes(plan: Plan) -> dict[int, int]:
-    """GPU -> bytes that the Plan's memory model gives its processes at most; empty where nothing is predicted."""
+    """GPU -> bytes that the Plan's memory model gives its processes at most; empty where nothing is predicted.
+
+    Of the first machine, where the driver is.
+    """
     owners: dict[int, set[str]] = {}
     for device in plan.trainer.devices:
-        if device.gpu is not None:
+        if device.gpu is not None and device.node == 0:
             owners.setdefault(device.gpu, set()).add("trainer")
     for model in plan.served_models:
         for group in model.server_groups:
             for device in (device for engine in group.engines for device in engine.devices):
-                if device.gpu is not None:
+                if device.gpu is not None and device.node == 0:
                     owners.setdefault(device.gpu, set()).add(f"{model.name}/{group.name}")
     roles = plan.memory.roles if plan.memory is not None else ()
     return {

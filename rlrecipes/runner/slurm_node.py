@@ -2,8 +2,8 @@
 
     python -m rlrecipes.runner.slurm_node [--wait SECONDS] RUN_DIR MEETING_DIR
 
-Tasks meet in a directory that all of them see: `head` holds Ray's address, `node-N` says that N has joined, `stop` that
-the time limit is near, `end` that the driver has ended, with its exit code.
+Tasks meet in a directory that all of them see: `token` lets them into Ray, `head` holds its address, `node-N` says that
+N has joined, `failed-N` that it cannot, `stop` that the time limit is near, `end` that the driver has ended.
 
 SLURM sends SIGTERM to every process of a job, and engines or Ray must not hear it before the checkpoint is written. So
 all of them inherit a mask that blocks it; this process alone takes it, and hands it to the driver as SIGINT.
@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -67,6 +68,7 @@ class Node:
             return self._lead() if self._number == 0 else self._follow()
         except NodeError as error:
             print(f"rlrecipes: {error}", file=sys.stderr, flush=True)
+            self._say(f"failed-{self._number}", "")
             return 1
         finally:
             if self._number == 0:
@@ -84,12 +86,14 @@ class Node:
         environment = dict(os.environ)
         if len(self._plan.hosts) > 1:
             port = find_free_port()
+            self._token.touch(mode=0o600)
+            self._token.write_text(secrets.token_hex(32))
             self._scratch = tempfile.mkdtemp(prefix="rlr")  # short: sockets' paths are limited
             ray = self._start_ray("--head", f"--port={port}", f"--temp-dir={self._scratch}")
             address = f"{self._read_address()}:{port}"
             self._say("head", address)
             self._wait_for_nodes(ray)
-            environment["RAY_ADDRESS"] = address
+            environment |= {"RAY_ADDRESS": address, **self._authentication}
         driver = _start_masked(
             [sys.executable, "-m", "rlrecipes", "run", str(self._run_dir / "slurm" / "plan.yaml")], environment
         )
@@ -119,6 +123,15 @@ class Node:
         return 0
 
     @property
+    def _token(self) -> Path:
+        return (self._meeting / "token").absolute()
+
+    @property
+    def _authentication(self) -> dict[str, str]:
+        """Ray's own words: only who may read this job's token joins it."""
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._token)}
+
+    @property
     def _name(self) -> str:
         return f"node {self._number} ({os.environ.get('SLURMD_NODENAME', os.uname().nodename)})"
 
@@ -143,6 +156,7 @@ class Node:
             DRIVER_VARIABLE: str(os.getpid()),
             "RAY_worker_niceness": "0",  # it would put the trainer behind every other process of the host
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            **self._authentication,
         }
         environment.pop("RAY_ADDRESS", None)
         self._log.unlink(missing_ok=True)
@@ -173,12 +187,14 @@ class Node:
         deadline = time.monotonic() + self._wait_s
         waiting = list(range(1, len(self._plan.hosts)))
         while waiting := [number for number in waiting if not (self._meeting / f"node-{number}").exists()]:
-            if time.monotonic() > deadline or self._is_told_to_stop or ray.poll() is not None:
-                raise NodeError(self._explain(waiting))
+            has_failed = any((self._meeting / f"failed-{number}").exists() for number in waiting)
+            if has_failed or time.monotonic() > deadline or self._is_told_to_stop or ray.poll() is not None:
+                raise NodeError(self._explain(waiting, self._wait_s - deadline + time.monotonic()))
             time.sleep(_POLL_INTERVAL_S)
 
-    def _explain(self, missing: list[int]) -> str:
-        lines = [f"{len(missing)} of {len(self._plan.hosts)} nodes did not join Ray in {self._wait_s:g} s"]
+    def _explain(self, missing: list[int], waited_s: float) -> str:
+        count = f"{len(missing)} of {len(self._plan.hosts)} nodes"
+        lines = [f"{count} did not join Ray; waited {waited_s:.1f} s of {self._wait_s:g}"]
         for number in missing:
             log = self._log.with_name(f"node-{number}.log")
             tail = "\n".join(f"        {line}" for line in read_log_tail(log).splitlines())

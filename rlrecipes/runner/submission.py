@@ -103,7 +103,9 @@ def _find_cluster_problems(plan: Plan, recipe: ComposedRecipe, config: SlurmConf
         fix = "leave hydra.launcher.sbatch.partition out"
         yield Problem(f"{_WHERE}.sbatch.partition", f"is {named}; cluster.partition is {cluster.partition}", fix)
     elif shutil.which("sinfo") is not None and cluster.source != "slurm":
-        yield from _find_partition_problems(plan, named)
+        found = list(_find_partition_problems(plan, named))
+        if not (config.preview and any(problem.where == "cluster.source" for problem in found)):  # SLURM is not there
+            yield from found
     if config.engine_nodes is not None and not to_needs(plan, is_het=True).num_engine_nodes:
         problem = "asks for machines that hold engines alone; the Plan has none"
         yield Problem(f"{_WHERE}.engine_nodes", problem, "use topology=disaggregated on more nodes, or set it to null")

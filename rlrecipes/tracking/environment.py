@@ -1,6 +1,6 @@
 """What a run ran on: git, Python, packages, machine. Owns collecting it; never fails and never changes anything.
 
-No environment variable and no remote address is read: they hold secrets.
+No environment variable but SLURM's few, and no remote address is read: they hold secrets.
 """
 
 from __future__ import annotations
@@ -69,6 +69,13 @@ def _run_git(directory: Path, *arguments: str) -> str:
         env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
     )
     return finished.stdout.decode(errors="replace")
+
+
+def collect_job() -> dict[str, str]:
+    """The SLURM job that this process belongs to, and how often it was queued again; empty outside of one."""
+    names = {"id": "SLURM_JOB_ID", "restart_count": "SLURM_RESTART_COUNT", "nodes": "SLURM_JOB_NODELIST"}
+    found = {f"slurm.{key}": os.environ[name] for key, name in names.items() if name in os.environ}
+    return {"slurm.restart_count": "0"} | found if "slurm.id" in found else {}
 
 
 def collect_packages() -> list[str]:

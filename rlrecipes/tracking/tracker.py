@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlrecipes.tracking.curves import draw_curves
-from rlrecipes.tracking.environment import collect_git, collect_machine, collect_packages
+from rlrecipes.tracking.environment import collect_git, collect_job, collect_machine, collect_packages
 from rlrecipes.tracking.log import MetricLog, MetricRecord
 from rlrecipes.tracking.metrics import check_metrics
 from rlrecipes.tracking.mlflow_sink import METRICS_FILE, MlflowSink
@@ -81,6 +81,7 @@ class Tracker:
         self.log_text("defaults_diff.txt", defaults_diff)
         self.log_text("environment/packages.txt", "\n".join(collect_packages()) + "\n")
         self.log_text("environment/machine.json", json.dumps(collect_machine(), indent=1) + "\n")
+        self._sink.log_tags(collect_job())
         self._log_git("git", Path(__file__).parent)
         if not _is_same_checkout(Path.cwd(), Path(__file__)):
             self._log_git("git_of_working_directory", Path.cwd())

@@ -47,13 +47,25 @@ def run_slurm(directory: Path, nodes: Mapping[str, str], partitions: Sequence[st
         _wait_until_idle(directory)
         yield
     finally:
-        subprocess.run(["scancel", "-u", "root", "--signal=KILL"], capture_output=True, timeout=30, check=False)
-        subprocess.run(["scancel", "-u", "root"], capture_output=True, timeout=30, check=False)
+        _end_jobs()
         patch.undo()
         for process in started:
             process.terminate()
         for process in started:
-            process.wait(timeout=30)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
+            process.kill()
+
+
+def _end_jobs() -> None:
+    """A node that has a job left does not end before it could tell the controller of it."""
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        subprocess.run(["scancel", "-u", "root"], capture_output=True, timeout=30, check=False)
+        left = subprocess.run(["squeue", "--noheader"], capture_output=True, text=True, timeout=30, check=False).stdout
+        if not left.strip():
+            return
+        time.sleep(0.5)
 
 
 def _write_config(directory: Path, nodes: Mapping[str, str], partitions: Sequence[str]) -> Path:
@@ -70,6 +82,7 @@ def _write_config(directory: Path, nodes: Mapping[str, str], partitions: Sequenc
         "SlurmdUser=root",
         "AuthType=auth/none",
         "CredType=cred/none",
+        "AuthInfo=cred_expire=5",  # a job that was requeued waits for so long
         "MpiDefault=none",
         "ProctrackType=proctrack/linuxproc",
         "TaskPlugin=task/none",

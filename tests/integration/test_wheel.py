@@ -118,3 +118,13 @@ def test_a_project_is_not_made_where_a_file_is(user):
     for name in ("file", "file/below"):
         assert "cannot be written" in type_in(user, f"rlrecipes init {name}", code=2)
     assert "required: DIR" in type_in(user, "rlrecipes init", code=2)
+
+
+def test_hydra_finds_our_launcher(installed, tmp_path):
+    where = "import hydra_plugins.rlrecipes.slurm_launcher as found; print(found.__file__)"
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    done = subprocess.run([sys.executable, "-c", where], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith(str(installed)), done.stderr
+    words = ("cluster=h100_8", "topology=colocated", "model=qwen3_4b", "parallel.data_parallel_size=8")
+    options = ("hydra/launcher=slurm", "hydra.launcher.preview=true", "hydra.launcher.sbatch.account=rl")
+    assert "#SBATCH --account=rl" in run(installed, tmp_path, "train", "name=seen", *words, *options)

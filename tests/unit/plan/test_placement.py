@@ -55,6 +55,15 @@ def test_colocated_engines_fill_the_trainers_gpus():
     assert all("--enable-memory-saver" in engine.command for engine in plan.policy.engines)
 
 
+def test_without_gpus_ranks_are_spread_and_engines_go_where_fewest_are():
+    engines = f"{GROUPS}.main.num_engines=3"
+    plan = plan_of("parallel.data_parallel_size=3", engines, "schedule.prompts_per_step=6", hosts=hosts_of(0, 0))
+    assert [device.node for device in plan.trainer.devices] == [0, 0, 1]
+    assert places(plan, "main") == [[(1, None)], [(0, None)], [(1, None)]]
+    alone = plan_of(hosts=hosts_of(0))
+    assert places(alone, "main") == [[(0, None)]] and alone.num_used_gpus == {0: 0}
+
+
 def test_disaggregated_engines_fill_what_the_trainer_leaves():
     plan = plan_of("topology=disaggregated", "parallel.data_parallel_size=3", hosts=hosts_of(8))
     assert places(plan, "main") == [[(0, gpu)] for gpu in range(3, 8)]

@@ -71,6 +71,21 @@ def test_stop_ends_grandchildren_that_ignore_it(tmp_path: Path) -> None:
     process.stop()  # again is harmless
 
 
+def test_where_the_parent_blocks_it_a_server_is_deaf_to_what_a_scheduler_sends_to_all(tmp_path: Path) -> None:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        process = launch(tmp_path, FAMILY)
+        family = family_of(process)
+        for one in (psutil.Process(process.pid), family[0]):
+            one.terminate()
+        time.sleep(0.2)
+        assert process.poll() is None and family[0].is_running()
+        process.stop(grace_s=600)  # which would be waited for in vain
+        assert_gone(family)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def test_stop_kills_after_the_grace(tmp_path: Path) -> None:
     process = launch(tmp_path, STUBBORN)
     wait_for(lambda: "up" in read_log_tail(process.log_path), "it did not start")
