@@ -23,15 +23,21 @@ class SlurmLauncher(Launcher):
         pass  # they are read from the configuration, where they are plain data
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep what Hydra knows; the task is not run here, but on the nodes."""
+        """Keep what Hydra knows; the task is not run here: the nodes run the Plan that `train` would."""
         self._config, self._context = config, hydra_context
+        self._task = task_function
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Submit all jobs, or none where a recipe, an option or the partition does not fit."""
-        from rlrecipes.config.compose import compose_jobs
+        from rlrecipes.config.compose import CAN_SUBMIT, NAME_POINT, compose_jobs
+        from rlrecipes.errors import ConfigError
         from rlrecipes.runner.submission import submit
 
-        recipes = compose_jobs(self._context.config_loader, self._config, job_overrides, initial_job_idx)
+        if not getattr(self._task, CAN_SUBMIT, False):
+            raise ConfigError("hydra/launcher", "is slurm; only `train` is submitted", "leave it out, or use train")
+        name_point, loader = getattr(self._task, NAME_POINT, None), self._context.config_loader
+        recipes = compose_jobs(loader, self._config, job_overrides, initial_job_idx, name_point)
         options = OmegaConf.to_container(self._config.hydra.launcher, resolve=True)
-        submit(recipes, options, Path(self._config.hydra.sweep.dir))
+        if recipes:  # of a sweep that goes on all may have finished
+            submit(recipes, options, Path(self._config.hydra.sweep.dir))
         return [JobReturn(overrides=list(job), status=JobStatus.COMPLETED) for job in job_overrides]

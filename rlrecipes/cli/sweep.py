@@ -43,7 +43,7 @@ def run_sweep(arguments: Sequence[str], shared: Sequence[str]) -> None:
     record = find_sweep(Path(first.runs_dir), base.name if base else first.name)
     points = record.register([_to_point(*item) for item in plans.items()], base.to_yaml() if base else None)
     print(f"sweep {record.directory.name}: {len(points)} points, kept in {record.directory}", flush=True)
-    run_hydra_app(_run_point, arguments, _Naming(record))
+    run_hydra_app(_run_point, arguments, _Naming(record), can_submit=True)
     numbers = {point.number for point in points}
     _tell([point for point in record.read() if point.number in numbers])
 

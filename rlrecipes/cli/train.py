@@ -17,7 +17,7 @@ def run(arguments: list[str]) -> None:
     take_format(words, ("text", "json"), "text")
     parts = split_sweep(words)
     if parts is None:
-        run_hydra_app(_train, words)
+        run_hydra_app(_train, words, can_submit=True)
         return
     from rlrecipes.cli.sweep import run_sweep
 

@@ -40,7 +40,13 @@ from rlrecipes.suggest import did_you_mean, nearest
 CONFIG_MODULE = "rlrecipes.conf"
 COMPOSITION = "composition"
 """What refuses words and groups that do not make a recipe, in ``Problem.rule``."""
+CAN_SUBMIT = "can_submit"
+"""Attribute of the function that Hydra runs: whether launchers may train elsewhere instead of calling it."""
+NAME_POINT = "name_point"
+"""Attribute of the same: :func:`run_hydra_app`'s."""
 _CONF_DIR = Path(__file__).parent.parent / "conf"
+_FLAGS_OF_ONE_RUN = ("-m", "--multirun", "--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--run", "-r")
+"""Hydra takes one of them at a time."""
 _FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir",
 "-cd", "--experimental-rerun", "--info", "-i")  # fmt: skip
 
@@ -102,6 +108,8 @@ def run_hydra_app(
     task: Callable[[ComposedRecipe], None],
     arguments: Sequence[str],
     name_point: NamePoint | None = None,
+    *,
+    can_submit: bool = False,
 ) -> None:
     """Run ``task`` once per composed recipe, under Hydra's own command line (-m, --cfg, --config-dir, completion).
 
@@ -111,6 +119,7 @@ def run_hydra_app(
         arguments: the command line after the verb.
         name_point: of a sweep: overrides of a point -> values of its own, by dotted path; None leaves the point out. By
             default points are numbered, since runs of one sweep must not share a directory.
+        can_submit: whether a launcher may train the recipes elsewhere, instead of calling ``task``.
 
     Raises:
         ConfigError: every problem found.
@@ -133,6 +142,10 @@ def run_hydra_app(
 
     config_dirs = config_dirs_of(arguments)
     words = _prepare_arguments(arguments, config_dirs)
+    if can_submit:
+        setattr(run_one, CAN_SUBMIT, True)
+        setattr(run_one, NAME_POINT, name_point)
+        words = _imply_multirun(words)
     sys.argv = [sys.argv[0], *words]
     app = hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="config")(run_one)
     try:
@@ -170,7 +183,11 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[str]] | None:
 
 
 def compose_jobs(
-    loader: Any, base: DictConfig, job_overrides: Sequence[Sequence[str]], first_number: int
+    loader: Any,
+    base: DictConfig,
+    job_overrides: Sequence[Sequence[str]],
+    first_number: int,
+    name_point: NamePoint | None = None,
 ) -> list[ComposedRecipe]:
     """Every recipe of a sweep at once, for a launcher that runs them elsewhere. One alone keeps its name.
 
@@ -179,6 +196,7 @@ def compose_jobs(
         base: what Hydra composed for the sweep.
         job_overrides: of each job.
         first_number: of its jobs.
+        name_point: as :func:`run_hydra_app` takes it.
 
     Raises:
         ConfigError: every problem found, of all of them.
@@ -190,8 +208,13 @@ def compose_jobs(
             words = list(composed.hydra.overrides.task)
             OmegaConf.set_struct(composed, False)
             del composed["hydra"]
-            if len(job_overrides) > 1 or first_number > 0:
-                composed.name = f"{composed.name}-{number}"
+            is_numbered = len(job_overrides) > 1 or first_number > 0
+            by_number = {"name": f"{composed.name}-{number}"} if is_numbered else {}
+            values = by_number if name_point is None else name_point(words)
+            if values is None:
+                continue
+            for path, value in values.items():
+                OmegaConf.update(composed, path, value)
             recipes.append(to_recipe(composed, words))
         except MissingConfigException as error:
             problems |= dict.fromkeys(_collect(error, list(overrides)))
@@ -295,10 +318,14 @@ def _prepare_arguments(arguments: Sequence[str], config_dirs: Sequence[Path]) ->
     _check_no_stray_word(arguments)
     # Overrides first: Hydra's parser refuses flags between them, and a bare --info would swallow one.
     overrides = prepare_overrides([word for word in arguments if _is_override(word)], config_dirs)
-    flags = [word for word in arguments if not _is_override(word)]
-    # Hydra asks its launcher for sweeps alone; who names one wants it for a single run too.
-    is_launched = any(word.startswith("hydra/launcher=") and word != "hydra/launcher=basic" for word in overrides)
-    return [*overrides, *flags, *(["--multirun"] if is_launched and not {"-m", "--multirun"} & {*flags} else [])]
+    return [*overrides, *(word for word in arguments if not _is_override(word))]
+
+
+def _imply_multirun(words: Sequence[str]) -> list[str]:
+    """Hydra asks its launcher for sweeps alone; who names one wants it for a single run too."""
+    is_launched = any(word.startswith("hydra/launcher=") and word != "hydra/launcher=basic" for word in words)
+    asks = any(word.partition("=")[0] in _FLAGS_OF_ONE_RUN for word in words)
+    return [*words, "--multirun"] if is_launched and not asks else list(words)
 
 
 def _check_no_stray_word(arguments: Sequence[str]) -> None:

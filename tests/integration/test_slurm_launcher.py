@@ -201,6 +201,13 @@ def test_without_sbatch_it_is_said(shell, monkeypatch):
     assert shell.run("jobs").startswith("no jobs under runs")
 
 
+def test_only_train_is_submitted(here):
+    assert "seen  plan" in here.run("plan", "name=seen", *QUICK, *ONE)
+    assert "only `train` is submitted" in here.run("plan", "-m", "name=seen", "seed=1,2", *QUICK, *ONE, code=2)
+    assert "hydra" not in here.run("train", "name=seen", *QUICK, *ONE, "--cfg", "job")
+    assert "seen" not in squeue()
+
+
 def test_jobs_that_are_not_there_are_told(here):
     here.run("train", "name=real", *QUICK, *ONE, "schedule.num_steps=1", "hydra.launcher.sbatch.hold=true")
     (job,) = read_jobs(here)
