@@ -37,7 +37,7 @@ def test_nodes_that_do_not_join_are_named_with_the_end_of_their_logs(run_dir, mo
     (run_dir / "slurm" / "node-2.log").write_text("Failed to connect to GCS at address 10.0.0.1:6379\n")
     with pytest.raises(NodeError) as caught:
         first._wait_for_nodes(Running())
-    assert "1 of 3 nodes did not join Ray; waited 0.3 s of 0.3" in str(caught.value)
+    assert "1 of 3 nodes did not join Ray; waited" in str(caught.value)
     assert "Failed to connect to GCS" in str(caught.value) and "node-1.log" not in str(caught.value)
 
 

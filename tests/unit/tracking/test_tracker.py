@@ -114,3 +114,19 @@ def test_environment_is_json_and_names_what_is_installed(tmp_path):
         "system/memory_bytes",
         "system/disk_free_bytes",
     }
+
+
+def test_a_slurm_job_and_how_often_it_was_queued_again_are_tags(mlflow_uri, run_dir, monkeypatch):
+    tracker = build_tracker(run_dir, mlflow_uri, "exp", "seed0")
+    for number in (None, 2):
+        monkeypatch.setenv("SLURM_JOB_ID", "17")
+        monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+        if number is not None:
+            monkeypatch.setenv("SLURM_RESTART_COUNT", str(number))
+        tracker.log_plan({}, "", "")
+        assert tracker.finish()
+        tags = build_client(mlflow_uri).get_run(tracker.run_id).data.tags
+        assert (tags["slurm.id"], tags["slurm.nodes"]) == ("17", "n[1-2]")
+        assert tags["slurm.restart_count"] == str(number or 0)
+        tracker = build_tracker(run_dir, mlflow_uri, "exp", "seed0", tracker.run_id)
+    tracker.finish()
