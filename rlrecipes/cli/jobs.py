@@ -10,6 +10,9 @@ from pathlib import Path
 from rlrecipes.cli.flags import Parser
 from rlrecipes.runner.jobs import Job, cancel, find_jobs, read_jobs
 
+_SLURMS = ("srun: ", "slurmstepd")
+"""How lines begin that SLURM writes into a job's log."""
+
 
 def _build_parser() -> Parser:
     parser = Parser(prog="rlrecipes jobs", description=__doc__)
@@ -46,6 +49,15 @@ def run(arguments: list[str]) -> None:
         _show(chosen, should_show_logs=bool(asked.jobs))
 
 
+def _find_last_words(job: Job) -> str:
+    """Why it waits; else what the run itself said last, an error before all."""
+    if job.state == "PENDING":
+        return job.reason
+    own = [line for line in job.log_tail.splitlines() if not line.startswith(_SLURMS)]
+    errors = [line for line in own if line.startswith("rlrecipes: ")]
+    return [job.reason, *own, *errors][-1]
+
+
 def _show(jobs: Sequence[Job], *, should_show_logs: bool) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -58,7 +70,7 @@ def _show(jobs: Sequence[Job], *, should_show_logs: bool) -> None:
     for job in jobs:
         reward = "" if job.reward is None else f"{job.reward:.3f}"
         state = job.state.lower() + (f", restarted {job.num_restarts}x" if job.num_restarts else "")
-        says = job.reason or job.log_tail.splitlines()[-1]
+        says = _find_last_words(job)
         table.add_row(job.id, job.name, state, f"{job.step or 0}/{job.num_steps}", reward, Text(says))
     console.print(table)
     for job in jobs if should_show_logs else ():

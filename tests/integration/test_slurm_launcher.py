@@ -110,10 +110,10 @@ def test_a_sweep_is_one_array_with_a_cap_and_a_failing_point_is_reported(here):
     waiting = wait_for(here, "sweep-1", lambda job: job["reason"] not in ("", "None", "Priority"))
     assert waiting["state"] == "PENDING" and waiting["reason"] == "JobArrayTaskLimit"
     failed = wait_for(here, "sweep-0", in_state("FAILED"))
-    assert "finite" in failed["log_tail"]
+    assert "grad_norm" in failed["log_tail"] and failed["step"] is None
     assert wait_for(here, "sweep-1", in_state("COMPLETED"))["step"] == 2
-    shown = here.run("jobs", "sweep-0")
-    assert "failed" in shown and "finite" in shown
+    table, _, log = here.run("jobs", "sweep-0").partition("job.log:")
+    assert "failed" in table and "gradient norm" in " ".join(table.split()) and "clip_grad" in log
 
 
 def test_a_preempted_run_goes_on_at_its_step_and_so_does_one_at_its_time_limit(here):
