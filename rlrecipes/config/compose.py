@@ -20,7 +20,6 @@ import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -31,7 +30,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlrecipes.config.origins import Choices, Origins, read_origins, show_file
+from rlrecipes.config.loader import find_defaults, parse_override
+from rlrecipes.config.origins import Choices, Origins, find_roots, read_origins, show_file
 from rlrecipes.config.schema import RunConfig
 from rlrecipes.config.validation import validate
 from rlrecipes.errors import ConfigError, Problem, name_rule
@@ -174,7 +174,7 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[str]] | None:
     swept: list[str] = []
     for word in words:
         try:
-            (parsed,) = OverridesParser.create().parse_overrides([word])
+            parsed = parse_override(word)
         except HydraException:
             shared.append(word)  # told when it is composed
             continue
@@ -265,7 +265,10 @@ def to_recipe(composed: DictConfig, overrides: Sequence[str], config_dirs: Seque
     """
     loader = GlobalHydra.instance().config_loader()
     task_overrides = [word for word in overrides if not word.startswith("hydra")]
-    origins, choices = read_origins(loader, "config", list(overrides), RunMode.RUN, config_dirs)
+    defaults, known_choices = find_defaults(loader, list(overrides))
+    sources = [f"file://{directory.absolute()}" for directory in config_dirs]
+    sources += [source.full_path() for source in loader.get_sources()]  # in the order in which Hydra searches them
+    origins, choices = read_origins(defaults, known_choices, find_roots(sources), overrides)
     data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     if not isinstance(data, dict):
         raise ConfigError("config", f"is a {type(data).__name__}, not a mapping", "start from conf/config.yaml")
@@ -358,7 +361,7 @@ def prepare_overrides(overrides: Sequence[str], config_dirs: Sequence[Path] = ()
     problems: list[Problem] = []
     for word in overrides:
         try:
-            (parsed,) = OverridesParser.create().parse_overrides([word])
+            parsed = parse_override(word)
         except HydraException as error:
             fix = "write key=value, quoting special characters"
             problems.append(Problem(word, f"is not an override: {str(error).splitlines()[0]}", fix))
@@ -457,7 +460,7 @@ def _stand_in(error: MissingConfigException, words: Sequence[str], config_dirs: 
 
 
 def _first_of_sweep(word: str) -> str:
-    (parsed,) = OverridesParser.create().parse_overrides([word])
+    parsed = parse_override(word)
     if not parsed.is_sweep_override():
         return word
     return f"{parsed.get_key_element()}={next(iter(parsed.sweep_string_iterator()))}"

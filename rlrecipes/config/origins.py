@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +18,34 @@ Choices = dict[str, str]
 
 
 def read_origins(
-    loader: Any, config_name: str, overrides: list[str], run_mode: Any, config_dirs: Sequence[Path] = ()
+    defaults: Sequence[Any], known_choices: Mapping[str, Any], roots: Sequence[Path], overrides: Sequence[str]
 ) -> tuple[Origins, Choices]:
     """Trace every key of every file Hydra composed, in its order, then the overrides.
 
     Args:
-        loader: Hydra's config loader.
-        config_name: the primary config.
+        defaults: Hydra's final defaults list.
+        known_choices: group -> option, or None where nothing is chosen.
+        roots: directories in which Hydra searches, in its order.
         overrides: as Hydra got them.
-        run_mode: Hydra's.
-        config_dirs: directories that Hydra searches beside the loader's own.
 
     Returns:
         The last place that set each path, and the option chosen of each group.
     """
     origins: Origins = {}
-    defaults = loader.compute_defaults_list(config_name, overrides, run_mode)
     choices = {
         group: option
-        for group, option in sorted(defaults.overrides.known_choices.items())
+        for group, option in sorted(known_choices.items())
         if option is not None and not group.startswith("hydra/")
     }
-    roots = [f"file://{directory.absolute()}" for directory in config_dirs]
-    roots += [source.full_path() for source in loader.get_sources()]  # in the order in which Hydra searches them
-    for default in defaults.defaults:
+    for default in defaults:
         if default.config_path is None or default.config_path.startswith("hydra"):
             continue
-        file = next((found for root in roots if (found := _locate(root, default.config_path))), None)
+        file = next((found for root in roots if (found := to_file(root, default.config_path)).is_file()), None)
         if file is None:
             continue
         package = default.package or ""
         shown = show_file(file)
-        for path, line in _keys(file):
+        for path, line in _keys(file.read_text(encoding="utf-8")):
             origins[f"{package}.{path}" if package else path] = f"{shown}:{line}"
     for word in overrides:
         key = word.lstrip("+~").partition("=")[0]
@@ -93,16 +89,24 @@ def _read_chosen_files(file: Path, group: str) -> Iterator[str]:
                 yield f"{here}/{option}.yaml"
 
 
-def _locate(source: str, config_path: str) -> Path | None:
+def find_roots(sources: Iterable[str]) -> list[Path]:
+    """Directories of Hydra's sources, e.g. of ``pkg://rlrecipes.conf``; its schemas are in no file."""
+    return [root for source in sources if (root := _find_root(source)) is not None]
+
+
+@cache
+def _find_root(source: str) -> Path | None:
     scheme, _, rest = source.partition("://")
-    root = Path(rest)
-    if scheme == "pkg":
-        spec = importlib.util.find_spec(rest)
-        if spec is None or not spec.submodule_search_locations:
-            return None
-        root = Path(next(iter(spec.submodule_search_locations)))
-    file = root / (config_path if config_path.endswith(".yaml") else config_path + ".yaml")
-    return file if file.is_file() else None
+    if scheme != "pkg":
+        return Path(rest) if scheme == "file" else None
+    spec = importlib.util.find_spec(rest)
+    locations = spec.submodule_search_locations if spec is not None else None
+    return Path(next(iter(locations))) if locations else None
+
+
+def to_file(root: Path, config_path: str) -> Path:
+    """The file of one of Hydra's configs below a root, whether it is there or not."""
+    return root / (config_path if config_path.endswith(".yaml") else config_path + ".yaml")
 
 
 def show_file(file: Path) -> str:
@@ -111,9 +115,9 @@ def show_file(file: Path) -> str:
     return "/".join(parts[parts.index("conf") :]) if "conf" in parts else str(file)
 
 
-def _keys(file: Path) -> Iterator[tuple[str, int]]:
-    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=_Loader)
-    yield from _walk(root, "")
+@lru_cache(maxsize=1024)
+def _keys(text: str) -> tuple[tuple[str, int], ...]:
+    return tuple(_walk(yaml.compose(text, Loader=_Loader), ""))
 
 
 def _walk(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError, create_model
 
@@ -20,9 +20,11 @@ from rlrecipes.rewards.math_answers import build_math_verifier
 from rlrecipes.rewards.reasoning_gym import build_reasoning_gym_verifier, run_import
 from rlrecipes.rewards.served_classifier import build_classifier
 from rlrecipes.rewards.served_judge import ServedModels, build_judge
-from rlrecipes.rewards.verifier_reward import VerifierReward
 from rlrecipes.rewards.verifiers import Verifier
 from rlrecipes.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from rlrecipes.rewards.verifier_reward import VerifierReward
 
 VERIFIERS: Mapping[str, Callable[..., Verifier]] = {
     "reasoning_gym": build_reasoning_gym_verifier,
@@ -93,6 +95,8 @@ def build_reward(
     Raises:
         ConfigError: unknown name or options, a function that cannot be imported or does not fit.
     """
+    from rlrecipes.rewards.verifier_reward import VerifierReward  # asyncio, which a Plan has no use for
+
     problems = check_reward(name, options, models)
     if problems:
         raise ConfigError.from_problems(problems)
