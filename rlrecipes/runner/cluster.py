@@ -336,7 +336,7 @@ def match_nodes(plan: Plan, nodes: Sequence[Mapping[str, Any]]) -> dict[int, Map
             fitting = (
                 node
                 for node in alive
-                if node not in found.values()
+                if not any(node is taken for taken in found.values())
                 and node["Resources"].get("GPU", 0) >= num_gpus
                 and (not is_named or node["NodeManagerHostname"] == plan.hosts[number].name)
             )

@@ -53,7 +53,8 @@ def test_a_gpu_that_others_hold_names_them(machine):
     ((where, problem),) = problems_of()
     assert where == "cluster" and problem.endswith("processes: 7 (100,352 MiB), 8")
     assert problem.startswith("GPU 0 has 40.0 GiB free of 140.0, the Plan needs 13")
-    assert problems_of(f"+{GROUP}.sglang.mem_fraction_static=0.1") == []  # what is left is enough for it
+    small = (f"+{GROUP}.sglang.mem_fraction_static=0.1", "parallel.max_tokens_per_micro_batch=16384")
+    assert problems_of(*small) == []  # what is left is enough for it
     machine["use"] = GpuUse(140 * GIB, 100 * GIB, ())
     ((_, problem),) = problems_of()
     assert problem.endswith("none that the driver names")
