@@ -11,14 +11,25 @@ from pathlib import Path
 
 from rlrecipes.engines.sglang.process import read_log_tail
 from rlrecipes.errors import InputError, RunError
-from rlrecipes.runner.submission import JOB_FILE, JOB_LOG
 from rlrecipes.suggest import did_you_mean
 from rlrecipes.tracking.mlflow_sink import METRICS_FILE
 
+JOB_FILE, JOB_LOG = "job.json", "job.log"
+"""In RUN_DIR/slurm."""
 UNKNOWN = "unknown"
 _TIMEOUT_S = 60.0
 _METRICS_TAIL_BYTES = 1 << 16
-_OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "BOOT_FAIL", "DEADLINE")
+_OVER = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "OUT_OF_MEMORY",
+    "NODE_FAIL",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "PREEMPTED",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,23 @@ def read_jobs(runs_dir: Path) -> list[Job]:
     return jobs
 
 
+def find_active(run_dirs: Sequence[Path]) -> dict[Path, str]:
+    """Runs whose last job waits or runs still, with its number and state.
+
+    Args:
+        run_dirs: where it is looked for.
+    """
+    files = {run_dir: run_dir / "slurm" / JOB_FILE for run_dir in run_dirs}
+    numbers = {
+        run_dir: str(json.loads(file.read_text(encoding="utf-8"))["id"])
+        for run_dir, file in files.items()
+        if file.is_file()
+    }
+    states = _read_states(list(numbers.values())) if numbers else {}
+    known = {run_dir: (number, states.get(number, (UNKNOWN, ""))[0]) for run_dir, number in numbers.items()}
+    return {run_dir: f"{number} ({state.lower()})" for run_dir, (number, state) in known.items() if _is_active(state)}
+
+
 def find_jobs(jobs: Sequence[Job], names: Sequence[str]) -> list[Job]:
     """Jobs by number, by name of the run, or all of an array by the number that they share.
 
@@ -110,13 +138,17 @@ def cancel(jobs: Sequence[Job]) -> None:
     Raises:
         RunError: SLURM refuses.
     """
-    numbers = [job.id for job in jobs if job.state not in _OVER]
+    numbers = [job.id for job in jobs if _is_active(job.state)]
     if not numbers:
         return
     done = _run("scancel", *numbers)
     if done is None or done.returncode != 0:
         says = done.stderr.strip() if done is not None else "there is no scancel here, or it gives no answer"
         raise RunError("scancel", says, "run this where SLURM's commands are; see `scontrol ping`")
+
+
+def _is_active(state: str) -> bool:
+    return state not in (*_OVER, UNKNOWN)
 
 
 def _read_states(numbers: Sequence[str]) -> dict[str, tuple[str, str]]:

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,9 @@ from rlrecipes.errors import ConfigError, Problem, RunError
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.plan.sbatch import NodeNeeds, SlurmConfig, find_option_problems, render_script, to_needs
 from rlrecipes.plan.slurm import read_slurm_hosts
+from rlrecipes.runner.jobs import JOB_FILE, JOB_LOG, find_active
 from rlrecipes.runner.resolution import resolve_recipe
 
-JOB_FILE, JOB_LOG = "job.json", "job.log"
 _WHERE = "hydra.launcher"
 _TIMEOUT_S = 60.0
 
@@ -52,7 +52,8 @@ def submit(recipes: Sequence[ComposedRecipe], options: Any, sweep_dir: Path) -> 
     if not config.preview and shutil.which("sbatch") is None:
         fix = "run this where SLURM's commands are, or set hydra.launcher.preview=true"
         problems[Problem("hydra/launcher", "is slurm; this machine has no sbatch", fix)] = None
-    plans = []
+    plans: list[Plan] = []
+    partitions: dict[str, str | None] = {}
     for recipe in recipes:
         try:
             plan = resolve_recipe(recipe)
@@ -60,11 +61,12 @@ def submit(recipes: Sequence[ComposedRecipe], options: Any, sweep_dir: Path) -> 
             problems |= dict.fromkeys(error.problems)
             continue
         plans.append(plan)
+        partitions[plan.run_dir] = recipe.config.cluster.partition
         problems |= dict.fromkeys(_find_cluster_problems(plan, recipe, config))
-    problems |= dict.fromkeys(_find_shared_directories(plans))
+    problems |= dict.fromkeys(_find_used_directories(plans))
     if problems:
         raise ConfigError.from_problems(list(problems))
-    jobs = list(_to_jobs(plans, config, recipes[0].config.cluster.partition, sweep_dir))
+    jobs = list(_to_jobs(plans, config, partitions, sweep_dir))
     if config.preview:
         for job in jobs:
             print(f"# {job.path}\n{job.script}")
@@ -93,14 +95,14 @@ def _find_cluster_problems(plan: Plan, recipe: ComposedRecipe, config: SlurmConf
         fix = "set cluster=slurm, or describe the nodes: conf/cluster/h100_8.yaml shows how"
         yield Problem("cluster.source", f"is {cluster.source}; a job runs on other machines than this", fix)
         return
-    if not plan.trainer.devices or len(plan.num_used_gpus) < len(plan.hosts):
+    if len(plan.num_used_gpus) < len(plan.hosts):
         idle = [host.name for number, host in enumerate(plan.hosts) if number not in plan.num_used_gpus]
         fix = f"set cluster.num_nodes={len(plan.hosts) - len(idle)}"
         yield Problem("cluster.num_nodes", f"asks for {len(plan.hosts)} nodes; {len(idle)} would be idle", fix)
         return
     named = config.sbatch.get("partition")
-    if named is not None and cluster.partition not in (None, named):
-        fix = "leave hydra.launcher.sbatch.partition out"
+    if named is not None and cluster.source == "slurm":
+        fix = f"set cluster.partition={named} instead: the Plan is made for its nodes"
         yield Problem(f"{_WHERE}.sbatch.partition", f"is {named}; cluster.partition is {cluster.partition}", fix)
     elif shutil.which("sinfo") is not None and cluster.source != "slurm":
         found = list(_find_partition_problems(plan, named))
@@ -129,12 +131,15 @@ def _find_partition_problems(plan: Plan, partition: str | None) -> Iterator[Prob
         yield Problem("cluster", problem, "use fewer or smaller nodes, or another partition: cluster=slurm reads it")
 
 
-def _find_shared_directories(plans: Sequence[Plan]) -> Iterator[Problem]:
+def _find_used_directories(plans: Sequence[Plan]) -> Iterator[Problem]:
     seen: set[str] = set()
     for plan in plans:
         if plan.run_dir in seen:
             yield Problem("run_dir", f"{plan.run_dir} is the directory of several jobs", "leave run_dir and name alone")
         seen.add(plan.run_dir)
+    for run_dir, job in find_active([Path(name) for name in seen]).items():
+        fix = "wait for it, end it with `rlrecipes jobs --cancel`, or choose another name"
+        yield Problem("run_dir", f"{run_dir} is in use by job {job}", fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +151,15 @@ class _Job:
     path: Path
 
 
-def _to_jobs(plans: Sequence[Plan], config: SlurmConfig, partition: str | None, sweep_dir: Path) -> Iterator[_Job]:
+def _to_jobs(
+    plans: Sequence[Plan], config: SlurmConfig, partitions: Mapping[str, str | None], sweep_dir: Path
+) -> Iterator[_Job]:
     """Runs whose machines are alike become an array; SLURM makes no arrays of hetjobs, so these stay single."""
-    alike: dict[NodeNeeds, list[Plan]] = {}
+    alike: dict[tuple[NodeNeeds, str | None], list[Plan]] = {}
     for plan in plans:
-        alike.setdefault(to_needs(plan, is_het=config.engine_nodes is not None), []).append(plan)
-    for number, (needs, group) in enumerate(alike.items()):
+        needs = to_needs(plan, is_het=config.engine_nodes is not None)
+        alike.setdefault((needs, partitions[plan.run_dir]), []).append(plan)
+    for number, ((needs, partition), group) in enumerate(alike.items()):
         for members in [[plan] for plan in group] if needs.num_engine_nodes else [group]:
             if len(members) == 1:
                 directory = Path(members[0].run_dir) / "slurm"
