@@ -54,6 +54,7 @@ def settle(address, num_hosts):
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_machines_that_are_missing_or_in_use_are_told(ray_address):  # noqa: F811
     assert "placed [0]" in settle(ray_address, 1)
