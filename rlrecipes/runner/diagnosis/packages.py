@@ -93,9 +93,9 @@ def probe_modules(modules: Sequence[str], timeout_s: float = _TIMEOUT_S) -> dict
     while left := [module for module in modules if module not in found]:
         output, ending = _run_probe(left, timeout_s)
         told = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
-        found |= {module: Probe(problem, facts) for module, problem, facts in (one for one in told if len(one) == 3)}
-        begun = next((one[0] for one in reversed(told) if one[0] not in found), left[0])
-        if begun not in found:
+        found |= {module: Probe(problem, facts) for module, problem, facts in told}
+        begun = next((module for module in left if module not in found), None)
+        if begun is not None:  # they come in order: this one ended the child
             found[begun] = Probe(f"importing it {ending}")
     return found
 

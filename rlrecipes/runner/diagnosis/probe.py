@@ -1,6 +1,6 @@
 """Imports the modules it is given, one by one, and says how each went: ``python -m ... MODULE...``.
 
-What an import prints itself carries no mark. A module that was begun and not finished has ended the process.
+What an import prints itself carries no mark. The first module that nothing is said of has ended the process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ MARK = "rlrecipes-probe: "
 def main() -> None:
     """Import all words of the command line."""
     for name in sys.argv[1:]:
-        _tell(name)
         try:
             module = importlib.import_module(name)
             facts = _read_torch(module) if name == "torch" else {}
@@ -26,8 +25,8 @@ def main() -> None:
             _tell(name, "", facts)
 
 
-def _tell(*words: Any) -> None:
-    print(f"\n{MARK}{json.dumps(words)}", flush=True)
+def _tell(name: str, problem: str, facts: dict[str, Any]) -> None:
+    print(f"\n{MARK}{json.dumps([name, problem, facts])}", flush=True)
 
 
 def _read_torch(torch: Any) -> dict[str, Any]:
