@@ -43,6 +43,7 @@ from rlrecipes.runner.loop import Loop, Parts
 from rlrecipes.runner.preparation import run_preparation
 from rlrecipes.runner.resolution import resolve_recipe
 from rlrecipes.runner.servers import Serving
+from rlrecipes.tracking.system import SystemSampler
 
 BARE, PROJECT, DIRECT = "bare client", "project", "project, no router"
 Leg = Callable[[int], Awaitable[int]]
@@ -118,6 +119,7 @@ def build_project_leg(plan: Plan, inputs: Inputs, serving: Serving) -> Leg:
         learner=missing,
         store=missing,
         tracker=missing,
+        system=SystemSampler(Path(plan.run_dir)),
         progress=SilentProgress(),  # type: ignore[arg-type]
         stop=missing,
         serving=serving,

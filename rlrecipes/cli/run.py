@@ -84,6 +84,6 @@ def _run_and_tell(plan: Plan) -> None:
     result = run_plan(plan)
     for step, accuracy in sorted(result.evaluations.items()):
         print(f"  held-out accuracy after {step} steps: {accuracy:.3f}")
-    print(f"{plan.name}: {result.steps} steps done; metrics and curves in {result.run_dir}")
+    print(f"{plan.name}: {result.steps} steps done; metrics, curves and report.html in {result.run_dir}")
     if result.hf_path is not None:
         print(f"  model: {result.hf_path}")

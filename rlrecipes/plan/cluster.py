@@ -89,6 +89,7 @@ def to_cluster_node(cluster: ClusterConfig) -> ClusterNode:
         nic_bytes_per_s=cluster.nic_bytes_per_s,
         disk_bytes=cluster.disk_bytes,
         address=cluster.address,
+        gpu_hour_price=cluster.gpu_hour_price,
     )
 
 

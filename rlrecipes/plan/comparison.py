@@ -101,7 +101,8 @@ def to_meaning(plan: Plan) -> dict[str, Any]:
     """
     portable = to_portable(plan.to_data())
     data = {name: value for name, value in portable.items() if name not in (*RECORD, *_NAMES) or name in _PREDICTIONS}
-    data["cluster"].pop("disk_bytes")
+    for name in ("disk_bytes", "gpu_hour_price"):
+        data["cluster"].pop(name)
     data["hosts"] = ", ".join(f"{n} x {gpus} GPUs" for gpus, n in Counter(host.num_gpus for host in plan.hosts).items())
     data["trainer"]["devices"] = _tell_devices(plan, plan.trainer.devices)
     data["served_models"] = {model.name: _tell_model(plan, model) for model in plan.served_models}

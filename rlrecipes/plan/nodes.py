@@ -81,6 +81,8 @@ class ClusterNode(Section):
     """Free under runs_dir when the Plan was made; None: unknown."""
     address: str | None = None
     """Of the Ray cluster that the run joins; None: of no other's."""
+    gpu_hour_price: float | None
+    """Price of one GPU for an hour; None: not told."""
 
 
 class ModelNode(Section):
@@ -350,7 +352,8 @@ class Plan(Section):
     def hash(self) -> str:
         """16 hex digits over everything that runs; equal Plans run equally."""
         data = self.to_execution()
-        del data["cluster"]["disk_bytes"]
+        for name in ("disk_bytes", "gpu_hour_price"):
+            del data["cluster"][name]
         canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

@@ -115,6 +115,20 @@ def read_gpu_use(index: int) -> GpuUse:
     return GpuUse(memory.total, memory.used, found)
 
 
+def read_busy_fraction(index: int) -> float:
+    """Of the last moments (a sixth of a second to a second), those in which a kernel ran.
+
+    Args:
+        index: in the driver's order.
+
+    Raises:
+        ConfigError: the driver does not say.
+    """
+    with _asking() as nvml:
+        busy: int = nvml.nvmlDeviceGetUtilizationRates(nvml.nvmlDeviceGetHandleByIndex(index)).gpu
+    return busy / 100
+
+
 def read_driver() -> Driver:
     """The driver of this machine.
 

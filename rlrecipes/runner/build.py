@@ -18,7 +18,9 @@ from rlrecipes.data.sft import SftSource
 from rlrecipes.data.tokenizer import load_tokenizer
 from rlrecipes.engines.sglang.serving import ServingClient
 from rlrecipes.errors import DataError
+from rlrecipes.plan.hosts import read_visible_gpus
 from rlrecipes.plan.nodes import POLICY, Plan, ServedModelNode
+from rlrecipes.plan.nvml import read_busy_fraction, read_gpu_use
 from rlrecipes.rewards.registry import build_reward
 from rlrecipes.rollout.collector import Collector
 from rlrecipes.rollout.environments import build_judge
@@ -29,6 +31,7 @@ from rlrecipes.rollout.protocols import Reward
 from rlrecipes.rollout.registry import GenerateBuilder, build_generate
 from rlrecipes.rollout.scoring import Role, Scorer, ScoringReward
 from rlrecipes.runner.preparation import to_row_keys
+from rlrecipes.tracking.system import GpuLoad, SystemSampler
 from rlrecipes.tracking.tracker import Tracker, build_tracker
 from rlrecipes.types import Prompt, SamplingParams
 
@@ -255,6 +258,23 @@ def build_run_tracker(plan: Plan, run_id: str | None) -> Tracker:
         run_id: of the MLflow run to continue; None starts one.
     """
     return build_tracker(Path(plan.run_dir), to_tracking_uri(plan), plan.tracking.experiment, plan.name, run_id)
+
+
+def build_system_sampler(plan: Plan) -> SystemSampler:
+    """What watches this machine and those of the Plan's GPUs that are in it; slices of GPUs cannot be watched.
+
+    Args:
+        plan: the Plan.
+    """
+    devices = [*plan.trainer.devices, *(d for m in plan.served_models for e in m.engines for d in e.devices)]
+    used = {device.gpu for device in devices if device.node == 0}
+    visible = read_visible_gpus() if used != {None} else []
+    indices = [gpu.index for number, gpu in enumerate(visible) if number in used and gpu.index is not None]
+
+    def read_gpus() -> list[GpuLoad]:
+        return [GpuLoad(read_busy_fraction(index), read_gpu_use(index).used_bytes) for index in indices]
+
+    return SystemSampler(Path(plan.run_dir), read_gpus)
 
 
 def to_tracking_uri(plan: Plan) -> str | None:

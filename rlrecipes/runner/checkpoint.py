@@ -56,10 +56,11 @@ class CheckpointStore:
 
     def find_latest(self) -> Path | None:
         """The newest whole checkpoint."""
-        found = self._find_all()
+        found = self.find_all()
         return found[-1] if found else None
 
-    def _find_all(self) -> list[Path]:
+    def find_all(self) -> list[Path]:
+        """The whole checkpoints, oldest first."""
         return sorted(path for path in self._root.glob("step_*") if (path / _STATE_FILE).is_file())
 
     def read_state(self, path: Path) -> RunState:
@@ -101,7 +102,7 @@ class CheckpointStore:
         except (OSError, RecipeError) as error:
             self._remove_drafts()
             raise self._explain(final, error) from error
-        for old in self._find_all()[: -self._num_kept]:
+        for old in self.find_all()[: -self._num_kept]:
             self._set_aside(old)
         self._remove_drafts()
         return final

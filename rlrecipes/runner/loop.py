@@ -24,8 +24,9 @@ from rlrecipes.runner.rank import is_sent_by_all
 from rlrecipes.runner.servers import Serving
 from rlrecipes.runner.training import Learner
 from rlrecipes.runner.turns import GpuTurns
-from rlrecipes.tracking.environment import measure_system
 from rlrecipes.tracking.progress import Progress
+from rlrecipes.tracking.rollouts import build_record
+from rlrecipes.tracking.system import SystemSampler
 from rlrecipes.tracking.tracker import Tracker
 from rlrecipes.weight_sync.session import run_sync
 
@@ -47,6 +48,7 @@ class Parts:
     learner: Learner
     store: CheckpointStore
     tracker: Tracker
+    system: SystemSampler
     progress: Progress
     stop: StopRequest
     serving: Serving | None
@@ -133,7 +135,7 @@ class Loop:
                 "time/idle_fraction": 1 - wait_s / step_s,
             }
         metrics |= {"time/step_s": step_s, "time/offload_s": self._parts.turns.take_spent_s()}
-        metrics |= measure_system(Path(self._plan.run_dir))
+        metrics |= self._parts.system.take()
         self._parts.tracker.log_metrics(self._step, metrics)
         self._parts.progress.finish_step(self._step - 1, metrics)
         await self._evaluate_if_due()
@@ -150,7 +152,8 @@ class Loop:
             raise RuntimeError("RL needs a collector and engines")
         serving.check_alive()
         await self._make_engines_ready()
-        collection, kv_use = await self._parts.stop.run(self._collect(collector, serving))
+        with self._parts.system.phase("rollout"):
+            collection, kv_use = await self._parts.stop.run(self._collect(collector, serving))
         num_gpus = sum(engine.num_ranks for engine in serving.policy_engines)
         metrics = compute_rollout_metrics(collection, num_gpus=num_gpus, weight_version=self._weight_version)
         metrics |= {"rollout/kv_cache_use_fraction": kv_use, "buffer/num_groups": float(collector.num_waiting_groups)}
@@ -159,6 +162,8 @@ class Loop:
             collection.groups, step=self._step, weight_version=self._weight_version
         )
         collector.confirm_trained()
+        name, filtered = self._plan.data.name, collection.num_filtered
+        self._parts.tracker.log_rollouts(build_record(self._step + 1, "train", name, collection.groups, filtered))
         return metrics
 
     async def _collect(self, collector: Collector, serving: Serving) -> tuple[Collection, float]:
@@ -226,16 +231,17 @@ class Loop:
             checksums, num_bytes = await self._send_by_ranks(should_verify, should_send=True)
             return checksums
 
-        await run_sync(
-            clients,
-            send,
-            version=version,
-            pause_mode=config.pause_mode,
-            should_bracket=config.transport != "disk",
-            should_verify=should_verify,
-            timeout_s=config.timeout_s,
-            handover=self._parts.turns,
-        )
+        with self._parts.system.phase("weight_sync"):
+            await run_sync(
+                clients,
+                send,
+                version=version,
+                pause_mode=config.pause_mode,
+                should_bracket=config.transport != "disk",
+                should_verify=should_verify,
+                timeout_s=config.timeout_s,
+                handover=self._parts.turns,
+            )
         self._weight_version = version
         self._num_syncs += 1
         return {
@@ -278,15 +284,16 @@ class Loop:
     async def _evaluate(self, generator: GroupGenerator) -> Mapping[str, float]:
         started_s = time.monotonic()
         name, prompts = self._plan.data.name, self._parts.inputs.eval_prompts
-        result: EvaluationResult = await self._parts.stop.run(
-            run_evaluation(
-                generator,
-                prompts,
-                max_concurrent_requests=self._plan.rollout.max_concurrent_requests,
-                max_failed_fraction=self._plan.rollout.max_failed_fraction,
-                on_progress=lambda done: self._parts.progress.update_evaluation(name, done, len(prompts)),
-            )
+        work = run_evaluation(
+            generator,
+            prompts,
+            max_concurrent_requests=self._plan.rollout.max_concurrent_requests,
+            max_failed_fraction=self._plan.rollout.max_failed_fraction,
+            on_progress=lambda done: self._parts.progress.update_evaluation(name, done, len(prompts)),
         )
+        with self._parts.system.phase("rollout"):
+            result: EvaluationResult = await self._parts.stop.run(work)
+        self._parts.tracker.log_rollouts(build_record(self._step, "eval", name, result.groups))
         self._parts.evaluations[self._step] = result.accuracy
         self._parts.progress.show(
             f"step {self._step}: held-out accuracy {result.accuracy:.3f} on {len(prompts)} prompts"
@@ -311,5 +318,6 @@ class Loop:
             await self._parts.trainers.run("save_checkpoint", str(path.absolute()))
 
         await self._parts.store.save(state, save_trainer)
+        self._parts.tracker.log_checkpoints(self._parts.store.find_all())
         self._saved = (self._step, self._is_evaluation_due)
         return time.monotonic() - started_s

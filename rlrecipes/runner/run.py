@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlrecipes.config.schema import RlConfig
-from rlrecipes.errors import ConfigError, Interrupted, WeightSyncError
+from rlrecipes.errors import ConfigError, Interrupted, RecipeError, WeightSyncError
 from rlrecipes.plan.cluster import check_is_here
 from rlrecipes.plan.facts import find_obstacles
 from rlrecipes.plan.lock import build_lock, check_lock, read_lock, to_lock_path, write_lock
@@ -24,6 +25,7 @@ from rlrecipes.runner.build import (
     build_inputs,
     build_plan_reward,
     build_run_tracker,
+    build_system_sampler,
 )
 from rlrecipes.runner.checkpoint import CheckpointStore, RunState, check_same_recipe
 from rlrecipes.runner.cluster import RayCluster, TrainerGroup
@@ -142,6 +144,7 @@ async def _run(
     stop = StopRequest()
     async with AsyncExitStack() as stack:
         tracker = _start_tracker(plan, state, stack)
+        system = stack.enter_context(build_system_sampler(plan))
         progress = stack.enter_context(build_progress(plan.schedule.num_steps, plan.name, step))
         if state is not None:
             progress.show(f"resuming {plan.run_dir} after step {step}")
@@ -158,9 +161,10 @@ async def _run(
             inputs=inputs,
             trainers=trainers,
             turns=turns,
-            learner=Learner(plan, trainers),
+            learner=Learner(plan, trainers, system.phase),
             store=store,
             tracker=tracker,
+            system=system,
             progress=progress,
             stop=stop,
             serving=serving,
@@ -180,20 +184,30 @@ async def _run(
         gc.freeze()
         reached = await loop.run()
         hf_path = await _export(plan, trainers, reached)
+        if hf_path is not None and plan.tracking.registered_model is not None:
+            tracker.register_model(plan.tracking.registered_model, hf_path, reached)
     return RunResult(Path(plan.run_dir), reached, parts.evaluations, hf_path)
 
 
 def _start_tracker(plan: Plan, state: RunState | None, stack: AsyncExitStack) -> Tracker:
     tracker = build_run_tracker(plan, state.mlflow_run_id if state else None)
 
-    def finish(kind: type[BaseException] | None, *_: object) -> None:
+    def finish(kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         failed = RunStatus.INTERRUPTED if kind is Interrupted else RunStatus.FAILED
-        tracker.finish(RunStatus.FINISHED if kind is None else failed)
+        tracker.finish(RunStatus.FINISHED if kind is None else failed, _tell(error))
 
     stack.push(finish)
     tracker.resume(state.step if state else -1)
     tracker.log_plan(plan.to_execution(), plan.to_yaml(), plan.describe_changes())
     return tracker
+
+
+def _tell(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    if isinstance(error, Interrupted):
+        return f"stopped by {signal.Signals(error.signal_number).name}"
+    return str(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {error}"
 
 
 async def _start_processes(

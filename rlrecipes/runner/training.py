@@ -11,6 +11,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
 from typing import Any, cast
 
@@ -50,10 +51,17 @@ class Learner:
     Args:
         plan: the Plan.
         trainers: the ranks.
+        enter_phase: told by name what is done; entered while it is.
     """
 
-    def __init__(self, plan: Plan, trainers: TrainerGroup) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        trainers: TrainerGroup,
+        enter_phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._plan = plan
+        self._enter_phase = enter_phase
         self._trainers = trainers
         self._objective = build_objective(plan)
         self._value_objective = build_value_objective(plan)
@@ -84,7 +92,8 @@ class Learner:
         started_s = time.monotonic()
         if algo.off_policy.staleness_power:
             samples = [_with_staleness(sample, weight_version) for sample in samples]
-        samples = await self._with_logprobs(samples)
+        with self._enter_phase("logprobs"):
+            samples = await self._with_logprobs(samples)
         logprobs_s = time.monotonic() - started_s
         parts, extra = [], []
         for first, end in zip(bounds, bounds[1:], strict=False):
@@ -94,7 +103,8 @@ class Learner:
             parts.append(part)
             extra.append(metrics)
         is_critic_warming_up = algo.critic is not None and step < algo.critic.num_warmup_steps
-        metrics = await self._train(parts, should_move_policy=not is_critic_warming_up)
+        with self._enter_phase("train"):
+            metrics = await self._train(parts, should_move_policy=not is_critic_warming_up)
         check_agreement(algo, metrics)
         means = {name: fmean(m[name] for m in extra) for name in extra[0]}
         return metrics | means | {"time/logprobs_s": logprobs_s}
@@ -109,7 +119,8 @@ class Learner:
             Metrics of the catalogue.
         """
         size = self._plan.batch.prompts_per_train_step
-        metrics = await self._train([samples[i : i + size] for i in range(0, len(samples), size)])
+        with self._enter_phase("train"):
+            metrics = await self._train([samples[i : i + size] for i in range(0, len(samples), size)])
         return metrics | {
             "sft/loss": metrics["train/loss"],
             "sft/num_tokens": float(sum(sum(s.loss_mask) for s in samples)),

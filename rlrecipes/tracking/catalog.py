@@ -295,8 +295,39 @@ LOOP = (
 
 SYSTEM = (
     Metric("system/cpu_fraction", "fraction", "use of all cores of the head node", "at 1: the host is the limit"),
-    Metric("system/memory_bytes", "bytes", "memory in use on the head node", "rising step by step: a leak"),
+    Metric("system/memory_bytes", "bytes", "most memory in use on the head node", "rising step by step: a leak"),
     Metric("system/disk_free_bytes", "bytes", "free space under the run directory", "near 0: checkpoints will fail"),
+    Metric(
+        "system/network_sent_bytes_per_s",
+        "bytes/s",
+        "what the head node sent to other machines",
+        "near the link's rate: weight sync waits for it",
+    ),
+    Metric(
+        "system/network_received_bytes_per_s",
+        "bytes/s",
+        "what the head node received from other machines",
+        "high without reason: data or a file system is far away",
+    ),
+    Metric(
+        "system/gpu_use_fraction",
+        "fraction",
+        "time in which the run's GPUs of the head node ran a kernel, their mean",
+        "low: they wait; time/wait_fraction and time/idle_fraction say for whom",
+        "higher",
+    ),
+    Metric(
+        "system/gpu_memory_bytes",
+        "bytes",
+        "most memory taken of one of the run's GPUs of the head node, looked at twice a second",
+        "near what the GPU has: the next longer batch fails",
+    ),
+    Metric(
+        "system/gpu_memory_<phase>_bytes",
+        "bytes",
+        "the same in one phase: rollout, logprobs, train, weight_sync",
+        "hold it against the Plan's prediction, as report.html does",
+    ),
 )
 
 CATALOG: dict[str, tuple[Metric, ...]] = {

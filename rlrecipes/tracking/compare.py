@@ -1,33 +1,58 @@
-"""Comparing runs: what differs between their plans and what came of it. Owns the table and its three renderings."""
+"""Comparing runs: what differs between their plans, what came of it and what it took. Owns the facts, no rendering.
+
+Runs that differ in nothing but seeds are one column: their mean, its interval and the interquartile mean.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlrecipes.tracking.curves import draw_curves, to_series
+from rlrecipes.errors import InputError
+from rlrecipes.suggest import did_you_mean
+from rlrecipes.tracking.curves import choose_headlines, compute_mean, draw_curves, to_series
+from rlrecipes.tracking.efficiency import Axis, compute_axes, read_price
 from rlrecipes.tracking.log import MetricRecord
 from rlrecipes.tracking.logged_runs import LoggedRun
 from rlrecipes.tracking.metrics import find_metric
+from rlrecipes.tracking.seeds import Summary, summarise
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-_NAMES = frozenset({"name", "run_dir", "runs_dir", "resume", "notes"})
+_NAMES = frozenset({"name", "run_dir", "runs_dir", "resume", "notes", "cluster.gpu_hour_price", "cluster.disk_bytes"})
 _NAME_PREFIXES = ("provenance.", "tracking.")
-"""Parameters that name a run, or say who set a value or where it is tracked: no difference in what runs."""
+"""Parameters that name a run, say who set a value or where it is tracked, or are of the day: no difference in what
+runs."""
 
 _SEED_IN_TEXT = re.compile(r"(seed\W{1,6})\d+")
-_MAX_CELL_CHARACTERS = 60
 
-Value = str | float | None
+Value = str | float | Summary | None
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Runs of one plan, which differ in seeds alone.
+
+    Attributes:
+        label: what their names have in common; unique in a comparison.
+        runs: one or more.
+    """
+
+    label: str
+    runs: tuple[LoggedRun, ...]
+
+    @property
+    def seeds(self) -> tuple[str, ...]:
+        """The seed of each run; a dash where its plan tells none."""
+        return tuple(run.params.get("seed", "-") for run in self.runs)
+
+    @property
+    def records(self) -> list[tuple[MetricRecord, ...]]:
+        """The records of each seed that measured anything."""
+        return [run.records for run in self.runs if run.records]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +61,7 @@ class Row:
 
     Attributes:
         field: a parameter's dotted path, or a metric and which of its values.
-        values: one a run; None where the run has none.
+        values: one a variant; None where it has none.
     """
 
     field: str
@@ -48,77 +73,189 @@ class Comparison:
     """What differs between runs.
 
     Attributes:
-        runs: their labels; unique.
+        variants: the columns.
+        metrics: that were compared.
         params: parameters that differ, by path.
-        results: status, steps, and the last and best value of each metric.
+        results: seeds where they differ, status, steps, and the last and best value of each metric.
+        efficiency: what it took to reach the level that all variants reached, and what all of it took.
     """
 
-    runs: tuple[str, ...]
+    variants: tuple[Variant, ...]
+    metrics: tuple[str, ...]
     params: tuple[Row, ...]
     results: tuple[Row, ...]
+    efficiency: tuple[Row, ...]
+
+    @property
+    def main_metric(self) -> str | None:
+        """The first compared metric that people steer to; None where there is none."""
+        return _find_main(self.metrics)
 
 
-def compare_runs(runs: Sequence[LoggedRun]) -> Comparison:
+def compare_runs(runs: Sequence[LoggedRun], metrics: Sequence[str] | None = None) -> Comparison:
     """Lay runs side by side.
 
     Args:
         runs: one or more.
+        metrics: names; the headlines by default.
 
     Returns:
-        What differs between their plans, and their results.
+        What differs between their plans, their results, and what they took.
+
+    Raises:
+        InputError: none of the runs logged one of the metrics.
     """
-    counts = Counter(run.name for run in runs)
-    labels = tuple(run.name if counts[run.name] == 1 else f"{run.name} ({run.run_id[:6]})" for run in runs)
-    plans = [_to_comparable(run) for run in runs]
-    keys = sorted({key for plan in plans for key in plan})
-    params = [
-        Row(key, tuple(run.params.get(key) for run in runs))
-        for key in keys
-        if len({plan.get(key) for plan in plans}) > 1
-    ]
+    variants = group_seeds(runs)
+    names = _choose_metrics(runs, metrics)
     results = [
-        Row("status", tuple(run.status.lower() for run in runs)),
-        Row("last step", tuple(run.records[-1].step if run.records else None for run in runs)),
+        *_to_seed_rows(variants),
+        Row("status", tuple(_tell_status(variant) for variant in variants)),
+        Row("last step", tuple(_tell_last_step(variant) for variant in variants)),
     ]
-    for name in dict.fromkeys(name for run in runs for record in run.records for name in record.metrics):
-        results += _to_result_rows(name, runs)
-    return Comparison(labels, tuple(params), tuple(results))
+    for name in names:
+        results += _to_result_rows(name, variants)
+    efficiency = tuple(_to_efficiency_rows(variants, _find_main(names)))
+    return Comparison(variants, names, tuple(_to_param_rows(variants)), tuple(results), efficiency)
 
 
-def _to_result_rows(name: str, runs: Sequence[LoggedRun]) -> list[Row]:
-    series = [list(to_series(run.records, name).values()) for run in runs]
-    rows = [Row(f"{name} (last)", tuple(values[-1] if values else None for values in series))]
+def _choose_metrics(runs: Sequence[LoggedRun], metrics: Sequence[str] | None) -> tuple[str, ...]:
+    logged = sorted({name for run in runs for record in run.records for name in record.metrics})
+    if metrics is None:
+        return tuple(choose_headlines(logged))
+    for name in metrics:
+        if name not in logged:
+            raise InputError("metrics", f"none of these runs logged '{name}'", did_you_mean(name, logged))
+    return tuple(metrics)
+
+
+def _find_main(metrics: Sequence[str]) -> str | None:
+    steered = [name for name in metrics if (entry := find_metric(name)) is not None and entry.better]
+    evaluations = [name for name in steered if name.startswith("eval/")]
+    return next(iter([*evaluations, *steered]), None)
+
+
+def _to_param_rows(variants: Sequence[Variant]) -> Iterator[Row]:
+    """Parameters that differ between variants; of one variant those that differ within it would be its seeds alone."""
+    plans = [_to_comparable(variant.runs[0]) for variant in variants]
+    for key in sorted({key for plan in plans for key in plan}):
+        if not _is_seed(key) and len({plan.get(key) for plan in plans}) > 1:
+            yield Row(key, tuple(variant.runs[0].params.get(key) for variant in variants))
+
+
+def _to_seed_rows(variants: Sequence[Variant]) -> Iterator[Row]:
+    if len({seed for variant in variants for seed in variant.seeds}) > 1:
+        yield Row("seeds", tuple(", ".join(sorted(variant.seeds, key=_seed_order)) for variant in variants))
+
+
+def _tell_status(variant: Variant) -> str:
+    counts = Counter(run.status.lower() for run in variant.runs)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{count} {status}" for status, count in counts.most_common())
+
+
+def _tell_last_step(variant: Variant) -> Value:
+    steps = [records[-1].step for records in variant.records]
+    if not steps:
+        return None
+    return float(max(steps)) if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)}"
+
+
+def _seed_order(seed: str) -> tuple[int, str]:
+    return (int(seed), seed) if seed.isdecimal() else (0, seed)
+
+
+def _to_result_rows(name: str, variants: Sequence[Variant]) -> Iterator[Row]:
     entry = find_metric(name)
+    kinds: dict[str, Callable[[list[float]], float]] = {"last": lambda values: values[-1]}
     if entry is not None and entry.better:
-        pick = max if entry.better == "higher" else min
-        finite = [[value for value in values if math.isfinite(value)] for values in series]
-        rows.append(Row(f"{name} (best)", tuple(pick(values) if values else None for values in finite)))
-    return rows
+        kinds["best"] = max if entry.better == "higher" else min
+    for kind, pick in kinds.items():
+        found = []
+        for variant in variants:
+            series = [_finite(records, name) for records in variant.records]
+            found.append(summarise([pick(list(points.values())) for points in series if points]))
+        yield Row(f"{name} ({kind})", tuple(found))
 
 
-def group_seeds(runs: Sequence[LoggedRun]) -> dict[str, list[tuple[MetricRecord, ...]]]:
+def _finite(records: Sequence[MetricRecord], name: str) -> dict[int, float]:
+    return {step: value for step, value in to_series(records, name).items() if math.isfinite(value)}
+
+
+def _to_efficiency_rows(variants: Sequence[Variant], main: str | None) -> Iterator[Row]:
+    """To the level that every variant reached: the least of their best means. One variant has nothing to be held to."""
+    spent = [[compute_axes(records) for records in variant.records] for variant in variants]
+    if main is not None and len(variants) > 1:
+        means = [_compute_mean_curve(variant, main) for variant in variants]
+        entry = find_metric(main)
+        sign = -1.0 if entry is not None and entry.better == "lower" else 1.0
+        best = [max(sign * value for value in mean.values()) for mean in means if mean]
+        if len(best) > 1:
+            level = min(best)
+            reached = [next((step for step in mean if sign * mean[step] >= level), None) for mean in means]
+            what = f"to {main} {'<=' if sign < 0 else '>='} {sign * level:.4g}"
+            yield from _to_spent_rows(variants, spent, reached, what)
+    yield from _to_spent_rows(variants, spent, [None] * len(variants), "in all")
+
+
+def _compute_mean_curve(variant: Variant, name: str) -> dict[int, float]:
+    series = [points for records in variant.records if (points := _finite(records, name))]
+    return compute_mean(series) if series else {}
+
+
+def _to_spent_rows(
+    variants: Sequence[Variant],
+    spent: Sequence[Sequence[Mapping[int, Mapping[Axis, float]]]],
+    reached: Sequence[int | None],
+    what: str,
+) -> Iterator[Row]:
+    """What the seeds of each variant took on average up to a step; in all where there is none."""
+    is_all = what == "in all"
+    columns: list[dict[str, float]] = []
+    for variant, seeds, step in zip(variants, spent, reached, strict=True):
+        if not seeds or (step is None and not is_all):
+            columns.append({})
+            continue
+        ends = [axes[max(axes) if step is None else step] for axes in seeds if step is None or step in axes]
+        mean = {axis: sum(end[axis] for end in ends) / len(ends) for axis in ends[0]}
+        price = read_price(variant.runs[0].params)
+        column = {"steps": mean["step"], "rollouts": mean["rollouts"], "tokens": mean["tokens"], "hours": mean["hours"]}
+        if price.num_gpus:
+            column["GPU hours"] = mean["hours"] * price.num_gpus
+        cost = price.compute_cost(mean["hours"])
+        columns.append(column if cost is None else column | {"cost": cost})
+    for name in dict.fromkeys(name for column in columns for name in column):
+        values = tuple(column.get(name) for column in columns)
+        if any(values) or name == "steps":
+            yield Row(f"{name} {what}", values)
+
+
+def group_seeds(runs: Sequence[LoggedRun]) -> tuple[Variant, ...]:
     """Put runs together that differ in nothing but seeds.
 
     Args:
         runs: in any order.
 
     Returns:
-        label -> the records of each seed, as ``draw_curves`` takes them.
+        The variants, in the order of their first runs.
     """
     groups: dict[tuple[tuple[str, str], ...], list[LoggedRun]] = {}
     for run in runs:
         plan = tuple(sorted((key, value) for key, value in _to_comparable(run).items() if not _is_seed(key)))
         groups.setdefault(plan if plan else (("run_id", run.run_id),), []).append(run)
-    labelled: dict[str, list[tuple[MetricRecord, ...]]] = {}
-    for members in groups.values():
-        label = commonprefix([run.name for run in members]).rstrip("-_. ")
-        if len(members) > 1:
-            label = label.removesuffix("seed").rstrip("-_. ")
-        label = label or members[0].name
-        if label in labelled:
-            label = f"{label} ({members[0].run_id[:6]})"
-        labelled[label] = [run.records for run in members]
-    return labelled
+    labels = [_find_label(members) for members in groups.values()]
+    counts = Counter(labels)
+    return tuple(
+        Variant(label if counts[label] == 1 else f"{label} ({members[0].short_id})", tuple(members))
+        for label, members in zip(labels, groups.values(), strict=True)
+    )
+
+
+def _find_label(members: Sequence[LoggedRun]) -> str:
+    label = commonprefix([run.name for run in members])
+    if len({run.name for run in members}) > 1:
+        label = label.rstrip("-_. ").removesuffix("seed").rstrip("-_. ")
+    return label or members[0].name
 
 
 def _to_comparable(run: LoggedRun) -> dict[str, str]:
@@ -136,78 +273,15 @@ def _is_seed(key: str) -> bool:
     return last == "seed" or last.endswith("_seed")
 
 
-def draw_comparison(runs: Sequence[LoggedRun], path: Path, metrics: Sequence[str] | None = None) -> bool:
-    """Draw the runs' curves, seeds of one plan as thin lines with their mean.
+def draw_comparison(comparison: Comparison, path: Path) -> bool:
+    """Draw the compared metrics, and the main one against what was spent; seeds thin, their mean thick.
 
     Args:
-        runs: to draw.
+        comparison: of runs.
         path: the PNG to write.
-        metrics: names, a panel each; the headlines by default.
 
     Returns:
         False when there was nothing to draw.
     """
-    return draw_curves(group_seeds(runs), path, metrics)
-
-
-def to_grid(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Lay the comparison out for people: a row a field, or a row a run when there are more runs than fields.
-
-    Args:
-        comparison: of runs.
-
-    Returns:
-        The header and the rows, all text; long values are cut.
-    """
-    rows = [*comparison.params, *comparison.results]
-    header = ["", *comparison.runs]
-    grid = [[row.field, *(_to_text(value) for value in row.values)] for row in rows]
-    if len(comparison.runs) > len(rows):
-        whole = [list(column) for column in zip(header, *grid, strict=True)]
-        return whole[0], whole[1:]
-    return header, grid
-
-
-def _to_text(value: Value) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, str):
-        return value if len(value) <= _MAX_CELL_CHARACTERS else value[: _MAX_CELL_CHARACTERS - 3] + "..."
-    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
-
-
-def to_table(comparison: Comparison) -> Table:
-    """Render for a terminal, with rich."""
-    from rich.table import Table
-    from rich.text import Text
-
-    header, grid = to_grid(comparison)
-    table = Table(title="what differs, and what came of it", title_justify="left")
-    for index, name in enumerate(header):
-        table.add_column(Text(name), overflow="fold", justify="left" if index == 0 else "right")
-    is_transposed = len(comparison.runs) > len(comparison.params) + len(comparison.results)
-    for index, row in enumerate(grid):
-        ends_params = not is_transposed and index == len(comparison.params) - 1
-        table.add_row(*(Text(cell) for cell in row), end_section=ends_params)
-    return table
-
-
-def to_markdown(comparison: Comparison) -> str:
-    """Render as a markdown table."""
-    header, grid = to_grid(comparison)
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *grid]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
-
-
-def to_json(comparison: Comparison) -> str:
-    """Render as JSON: an object a run, whole values; not-a-number and infinities as text."""
-    runs: list[Mapping[str, object]] = []
-    for index, label in enumerate(comparison.runs):
-        params = {row.field: row.values[index] for row in comparison.params}
-        results = {row.field: _to_json_value(row.values[index]) for row in comparison.results}
-        runs.append({"run": label, "params": params, "results": results})
-    return json.dumps(runs, indent=2) + "\n"
-
-
-def _to_json_value(value: Value) -> Value:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    runs = {variant.label: variant.records for variant in comparison.variants if variant.records}
+    return draw_curves(runs, path, comparison.metrics, spent_by=comparison.main_metric)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlrecipes.tracking.efficiency import AXES, Axis, compute_axes
 from rlrecipes.tracking.log import MetricRecord
 from rlrecipes.tracking.metrics import find_metric
 
@@ -53,7 +54,10 @@ def to_series(records: Sequence[MetricRecord], name: str) -> dict[int, float]:
 
 
 def draw_curves(
-    runs: Mapping[str, Sequence[Sequence[MetricRecord]]], path: Path, metrics: Sequence[str] | None = None
+    runs: Mapping[str, Sequence[Sequence[MetricRecord]]],
+    path: Path,
+    metrics: Sequence[str] | None = None,
+    spent_by: str | None = None,
 ) -> bool:
     """Draw one panel a metric: each seed as a thin line, the mean of several as a thick one.
 
@@ -61,6 +65,7 @@ def draw_curves(
         runs: label -> one list of records a seed.
         path: the PNG to write.
         metrics: names, a panel each; the headlines that were logged by default.
+        spent_by: a metric that is drawn against rollouts, tokens and hours too.
 
     Returns:
         False when there was nothing to draw, and nothing was written.
@@ -73,13 +78,16 @@ def draw_curves(
         return False
     from matplotlib.figure import Figure
 
-    num_rows = math.ceil(len(metrics) / _NUM_COLUMNS)
-    num_columns = min(_NUM_COLUMNS, len(metrics))
+    drawn: list[tuple[str, Axis]] = [(name, "step") for name in metrics]
+    if spent_by is not None:
+        drawn += [(spent_by, axis) for axis in AXES if axis != "step" and _is_spent(runs, axis)]
+    num_rows = math.ceil(len(drawn) / _NUM_COLUMNS)
+    num_columns = min(_NUM_COLUMNS, len(drawn))
     figure = Figure(figsize=(5.6 * num_columns, 3.2 * num_rows + 0.5), dpi=110, layout="constrained")
     panels = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
-    for panel, name in zip(panels, metrics, strict=False):
-        _draw_panel(panel, runs, name)
-    for panel in panels[len(metrics) :]:
+    for panel, (name, axis) in zip(panels, drawn, strict=False):
+        _draw_panel(panel, runs, name, axis)
+    for panel in panels[len(drawn) :]:
         panel.set_visible(False)
     handles: dict[str, Any] = {}
     for panel in panels:
@@ -90,33 +98,40 @@ def draw_curves(
     return True
 
 
-def _draw_panel(panel: Any, runs: Mapping[str, Sequence[Sequence[MetricRecord]]], name: str) -> None:
+def _is_spent(runs: Mapping[str, Sequence[Sequence[MetricRecord]]], axis: Axis) -> bool:
+    names = AXES[axis]
+    return any(
+        name in record.metrics for seeds in runs.values() for records in seeds for record in records for name in names
+    )
+
+
+def _draw_panel(panel: Any, runs: Mapping[str, Sequence[Sequence[MetricRecord]]], name: str, axis: Axis) -> None:
     entry = find_metric(name)
     for index, (label, seeds) in enumerate(runs.items()):
         color = f"C{index % 10}"
-        series = [found for records in seeds if (found := to_series(records, name))]
-        for found in series:
-            is_alone = len(series) == 1
+        found = [(points, compute_axes(records)) for records in seeds if (points := to_series(records, name))]
+        for points, axes in found:
+            is_alone = len(found) == 1
             panel.plot(
-                list(found),
-                [value if math.isfinite(value) else math.nan for value in found.values()],
+                [axes[step][axis] for step in points],
+                [value if math.isfinite(value) else math.nan for value in points.values()],
                 color=color,
                 linewidth=1.8 if is_alone else 0.8,
                 alpha=1.0 if is_alone else 0.45,
-                marker="o" if is_alone and len(found) <= _MAX_MARKED_POINTS else None,
+                marker="o" if is_alone and len(points) <= _MAX_MARKED_POINTS else None,
                 markersize=3,
                 label=label if is_alone else None,
             )
-        if len(series) > 1:
-            mean = compute_mean(series)
-            panel.plot(
-                list(mean), list(mean.values()), color=color, linewidth=2.2, label=f"{label}, mean of {len(series)}"
-            )
+        if len(found) > 1:
+            mean = compute_mean([points for points, _ in found])
+            spent = [sum(axes[step][axis] for _, axes in found) / len(found) for step in mean]
+            panel.plot(spent, list(mean.values()), color=color, linewidth=2.2, label=f"{label}, mean of {len(found)}")
     panel.set_title(name, fontsize=11)
-    panel.set_xlabel("step")
+    panel.set_xlabel(axis)
     panel.set_ylabel("" if entry is None or entry.unit == "1" else entry.unit)
     panel.grid(alpha=0.25)
-    panel.xaxis.get_major_locator().set_params(integer=True)
+    if axis == "step":
+        panel.xaxis.get_major_locator().set_params(integer=True)
     panel.spines[["top", "right"]].set_visible(False)
 
 

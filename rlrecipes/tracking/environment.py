@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -103,21 +102,3 @@ def _read_processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-
-
-def measure_system(run_dir: Path) -> dict[str, float]:
-    """Sample the machine's load.
-
-    Args:
-        run_dir: the disk that matters is the one under it.
-
-    Returns:
-        ``system/*`` metrics; CPU use is the mean since the call before (0 at the first).
-    """
-    import psutil
-
-    return {
-        "system/cpu_fraction": psutil.cpu_percent(None) / 100,
-        "system/memory_bytes": float(psutil.virtual_memory().used),
-        "system/disk_free_bytes": float(shutil.disk_usage(run_dir).free),
-    }

@@ -1,35 +1,39 @@
-"""Runs read back from MLflow. Owns every call of MLflow's client that reads; refuses to compare or draw."""
+"""Runs read back, from MLflow or their directories. Owns every call of MLflow's client that reads; compares nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlrecipes.errors import InputError, RecipeError, RunError
 from rlrecipes.suggest import did_you_mean
+from rlrecipes.tracking.attempts import read_attempts
 from rlrecipes.tracking.curves import choose_headlines
-from rlrecipes.tracking.log import MetricRecord
-from rlrecipes.tracking.upload_state import redact
+from rlrecipes.tracking.efficiency import AXIS_METRICS
+from rlrecipes.tracking.log import MetricRecord, read_records
+from rlrecipes.tracking.mlflow_sink import METRICS_FILE
+from rlrecipes.tracking.upload_state import flatten, redact
 from rlrecipes.tracking.uploader import CHANGED_PARAM_TAG, build_client
 
 LARGEST_FLOAT = 1.797e308
 """MLflow's databases keep infinity as the largest float; nothing else comes near it."""
 
 _MAX_RUNS = 1000
+_PARENT_TAG = "mlflow.parentRunId"
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """One run as MLflow has it.
+    """One run, as MLflow or its directory has it.
 
     Attributes:
         name: as people see it; not unique.
-        run_id: MLflow's id.
+        run_id: MLflow's id, or the directory.
         status: MLflow's word.
         params: dotted path -> value as text; after a resume with other values, the later ones.
-        records: one a step, of the metrics that were asked for.
+        records: oldest first; from MLflow one a step, of the metrics that were asked for and those of ``AXIS_METRICS``.
     """
 
     name: str
@@ -37,6 +41,62 @@ class LoggedRun:
     status: str
     params: Mapping[str, str]
     records: tuple[MetricRecord, ...]
+
+    @property
+    def short_id(self) -> str:
+        """What tells it from others of its name."""
+        return Path(self.run_id).name if "/" in self.run_id else self.run_id[:6]
+
+
+def is_run_directory(path: Path) -> bool:
+    """Whether a run was tracked in a directory and its Plan is there to be compared."""
+    return (path / METRICS_FILE).is_file() and (path / "plan.yaml").is_file()
+
+
+def find_run_directories(root: Path) -> list[Path]:
+    """The run directories at and below a directory, by path."""
+    return sorted(file.parent for file in root.rglob(METRICS_FILE) if is_run_directory(file.parent))
+
+
+def read_run(run_dir: Path, name: str, plan: Mapping[str, object]) -> LoggedRun:
+    """Read a run from its directory.
+
+    Args:
+        run_dir: holds metrics.jsonl.
+        name: as people see it.
+        plan: nested values of its Plan, as ``Tracker.log_plan`` got them.
+
+    Raises:
+        RunError: metrics.jsonl is malformed.
+    """
+    attempts = read_attempts(run_dir)
+    status = attempts[-1].status if attempts else "UNKNOWN"
+    return LoggedRun(
+        name, str(run_dir.absolute()), status, flatten(dict(plan)), tuple(read_records(run_dir / METRICS_FILE))
+    )
+
+
+def load_children(tracking_uri: str, parent: str, metrics: Sequence[str] | None = None) -> list[LoggedRun]:
+    """Read the nested runs of a sweep's run from MLflow.
+
+    Args:
+        tracking_uri: the server or database.
+        parent: name or id of the run that they are nested in; of several of that name the newest counts.
+        metrics: as of ``load_runs``.
+
+    Raises:
+        InputError: no such database or run, or no run is nested in it.
+        RunError: the server does not answer.
+    """
+    run_id = load_runs(tracking_uri, [parent], metrics=[])[-1].run_id
+
+    def choose(runs: list[Any]) -> list[Any]:
+        nested = [run for run in runs if run.data.tags.get(_PARENT_TAG) == run_id]
+        if not nested:
+            raise InputError("--sweep", f"no run is nested in '{parent}'", "name the parent run of a sweep")
+        return nested
+
+    return _load(tracking_uri, None, metrics, choose)
 
 
 def load_runs(
@@ -57,11 +117,20 @@ def load_runs(
         InputError: no such database, experiment, run or metric; near names are given.
         RunError: the server does not answer.
     """
+    return _load(tracking_uri, experiment, metrics, lambda runs: _choose_runs(runs, names))
+
+
+def _load(
+    tracking_uri: str,
+    experiment: str | None,
+    metrics: Sequence[str] | None,
+    choose: Callable[[list[Any]], list[Any]],
+) -> list[LoggedRun]:
     if tracking_uri.startswith("sqlite:///") and not Path(tracking_uri.removeprefix("sqlite:///")).exists():
         raise InputError(tracking_uri, "there is no such database", "train a run first, or give its tracking URI")
     try:
         client = build_client(tracking_uri)
-        found = _choose_runs(_search(client, experiment), names)
+        found = choose(_search(client, experiment))
         wanted = _choose_metrics(found, metrics)
         return [_to_logged_run(client, run, wanted) for run in found]
     except RecipeError:
@@ -121,12 +190,11 @@ def _choose_runs(runs: list[Any], names: Sequence[str]) -> list[Any]:
 
 def _choose_metrics(runs: list[Any], metrics: Sequence[str] | None) -> list[str]:
     logged = sorted({name for run in runs for name in run.data.metrics})
-    if metrics is None:
-        return choose_headlines(logged)
-    for name in metrics:
+    for name in metrics or ():
         if name not in logged:
             raise InputError("metrics", f"none of these runs logged '{name}'", did_you_mean(name, logged))
-    return list(metrics)
+    wanted = choose_headlines(logged) if metrics is None else list(metrics)
+    return wanted + [name for name in AXIS_METRICS if wanted and name not in wanted]
 
 
 def _to_logged_run(client: Any, run: Any, metrics: Sequence[str]) -> LoggedRun:

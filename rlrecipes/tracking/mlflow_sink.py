@@ -32,6 +32,7 @@ METRICS_FILE = "metrics.jsonl"
 STATE_FILE = "mlflow_upload.json"
 UPLOAD_INTERVAL_S = 5.0
 MAX_RETRY_INTERVAL_S = 60.0
+SLOWEST_UPLOAD_BYTES_PER_S = 10e6
 
 
 class MlflowSink:
@@ -57,6 +58,7 @@ class MlflowSink:
         self._wake = threading.Event()
         self._is_closing = threading.Event()
         self._deadline = float("inf")
+        self._model_bytes = 0
         self._is_uploaded = False
         self._thread = threading.Thread(target=self._run, name="mlflow-sink", daemon=True)
         self._thread.start()
@@ -122,6 +124,21 @@ class MlflowSink:
             return
         self.log_artifact(path, target)
 
+    def register_model(self, name: str, path: Path, step: int) -> None:
+        """Upload an exported model and make it a version in MLflow's registry.
+
+        Args:
+            name: in the registry.
+            path: its directory, under the run directory.
+            step: completed when it was exported.
+        """
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        for file in files:
+            self.log_artifact(file, f"{path.name}/{file.relative_to(path).as_posix()}")
+        self._model_bytes = sum(file.stat().st_size for file in files)
+        self._state.add("models", {name: f"{path.name}@{step}"})
+        self._wake.set()
+
     def notify(self) -> None:
         """Say that the metric log has grown or was truncated; the thread looks within seconds."""
         self._wake.set()
@@ -131,12 +148,13 @@ class MlflowSink:
 
         Args:
             status: MLflow's word: FINISHED, FAILED or KILLED.
-            timeout_s: most seconds to wait for the server.
+            timeout_s: most seconds to wait for the server, beside what a registered model takes at 10 MB/s.
 
         Returns:
             Whether the server has everything.
         """
         self._state.set_status(status)
+        timeout_s += self._model_bytes / SLOWEST_UPLOAD_BYTES_PER_S
         self._deadline = time.monotonic() + timeout_s
         self._is_closing.set()
         self._wake.set()

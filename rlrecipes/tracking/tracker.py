@@ -2,26 +2,42 @@
 
 <run_dir>/metrics.jsonl         every metric; the truth
 <run_dir>/mlflow_upload.json    what MLflow shall have and has
+<run_dir>/rollouts.jsonl        a few rollouts of every step and evaluation, and why others failed
+<run_dir>/attempts.jsonl        every start and how it ended
 <run_dir>/artifacts/            texts logged as artifacts
 <run_dir>/curves.png            drawn at the end
+<run_dir>/report.html           written at the end, from the files above and plan.yaml
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import platform
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from rlrecipes.tracking.attempts import log_end, log_start
 from rlrecipes.tracking.curves import draw_curves
 from rlrecipes.tracking.environment import collect_git, collect_job, collect_machine, collect_packages
 from rlrecipes.tracking.log import MetricLog, MetricRecord
 from rlrecipes.tracking.metrics import check_metrics
 from rlrecipes.tracking.mlflow_sink import METRICS_FILE, MlflowSink
-from rlrecipes.tracking.upload_state import LOGGER
+from rlrecipes.tracking.report import REPORT_FILE, write_report
+from rlrecipes.tracking.rollouts import (
+    ROLLOUTS_FILE,
+    TABLE_FILE,
+    RolloutLog,
+    RolloutRecord,
+    read_rollouts,
+    to_mlflow_table,
+)
+from rlrecipes.tracking.upload_state import LOGGER, shorten
 
 CURVES_FILE = "curves.png"
+CHECKPOINTS_FILE = "checkpoints.json"
+MAX_REASON_CHARACTERS = 2000
 
 
 class RunStatus(StrEnum):
@@ -44,6 +60,7 @@ class Tracker:
     def __init__(self, run_dir: Path, log: MetricLog, sink: MlflowSink | None = None) -> None:
         self._run_dir = run_dir
         self._log = log
+        self._rollouts = RolloutLog(run_dir / ROLLOUTS_FILE)
         self._sink = sink
 
     @property
@@ -65,6 +82,42 @@ class Tracker:
         self._log.append(step, check_metrics(metrics))
         if self._sink:
             self._sink.notify()
+
+    def log_rollouts(self, record: RolloutRecord) -> None:
+        """Keep a few rollouts of a step or an evaluation; those of evaluations become a table in MLflow.
+
+        Args:
+            record: what is kept.
+        """
+        self._rollouts.append(record)
+        if self._sink is None or record.purpose != "eval":
+            return
+        table, note = to_mlflow_table(read_rollouts(self._rollouts.path))
+        self._sink.log_text(TABLE_FILE, table)
+        tags = {"mlflow.loggedArtifacts": json.dumps([{"path": TABLE_FILE, "type": "table"}])}
+        self._sink.log_tags(tags | ({TABLE_FILE: note} if note else {}))
+
+    def log_checkpoints(self, paths: Sequence[Path]) -> None:
+        """Tell MLflow where the checkpoints lie; they stay there.
+
+        Args:
+            paths: of those that are whole, oldest first.
+        """
+        if self._sink is None:
+            return
+        entries = [{"host": platform.node(), "path": str(path.absolute()), "num_bytes": _size(path)} for path in paths]
+        self._sink.log_text(CHECKPOINTS_FILE, json.dumps(entries, indent=1) + "\n")
+
+    def register_model(self, name: str, path: Path, step: int) -> None:
+        """Make an exported model a version in MLflow's registry.
+
+        Args:
+            name: in the registry.
+            path: its directory, under the run directory.
+            step: completed when it was exported.
+        """
+        if self._sink is not None:
+            self._sink.register_model(name, path, step)
 
     def log_plan(self, plan: Mapping[str, object], plan_yaml: str, defaults_diff: str) -> None:
         """Log what the run is and what it runs on: parameters, plan, difference to the defaults, git, environment.
@@ -130,6 +183,8 @@ class Tracker:
             How many records were removed.
         """
         num_removed = self._log.truncate_after(step)
+        self._rollouts.truncate_after(step)
+        log_start(self._run_dir, max(step, 0))
         if self._sink:
             self._sink.notify()
         return num_removed
@@ -138,23 +193,35 @@ class Tracker:
         """Everything logged so far, oldest first."""
         return self._log.read()
 
-    def finish(self, status: RunStatus = RunStatus.FINISHED) -> bool:
-        """Draw the curves, upload what is left for a bounded time, and close.
+    def finish(self, status: RunStatus = RunStatus.FINISHED, reason: str = "") -> bool:
+        """Draw the curves, write the report, upload what is left for a bounded time, and close.
 
         Args:
             status: how the run ended.
+            reason: why it failed.
 
         Returns:
             Whether MLflow has everything (True without MLflow).
         """
+        log_end(self._run_dir, status, shorten(reason, MAX_REASON_CHARACTERS, "cut"))
         try:
             curves = self._run_dir / CURVES_FILE
             if draw_curves({self._run_dir.name: [self._log.read()]}, curves):
                 self.log_artifact(curves)
         except Exception as error:
             LOGGER.warning("the curves are not drawn: %s", error)
+        self._write_report()
+        if self._rollouts.path.exists():
+            self.log_artifact(self._rollouts.path)
         self._log.close()
         return self._sink.close(status) if self._sink else True
+
+    def _write_report(self) -> None:
+        try:
+            if write_report(self._run_dir):
+                self.log_artifact(self._run_dir / REPORT_FILE)
+        except Exception as error:
+            LOGGER.warning("the report is not written: %s: %s", type(error).__name__, error)
 
 
 def build_tracker(
@@ -178,6 +245,10 @@ def build_tracker(
     log = MetricLog(run_dir / METRICS_FILE)
     sink = MlflowSink(tracking_uri, experiment, run_name, run_dir, run_id) if tracking_uri else None
     return Tracker(run_dir, log, sink)
+
+
+def _size(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
 def _is_same_checkout(directory: Path, source: Path) -> bool:

@@ -39,6 +39,7 @@ class UploadRecord:
         sent_time_ms: records of the metric log up to this time are on the server.
         params, tags: what the run shall hold, keys and values legal for MLflow.
         artifacts: path on the server -> local path, relative to the run directory where possible.
+        models: name in the registry -> ``<directory of artifacts>@<step>`` that shall be its newest version.
         sent: ``params/<key>`` and the like -> fingerprint of what the server has.
     """
 
@@ -52,6 +53,7 @@ class UploadRecord:
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     artifacts: dict[str, str] = field(default_factory=dict)
+    models: dict[str, str] = field(default_factory=dict)
     sent: dict[str, str] = field(default_factory=dict)
 
 
@@ -123,7 +125,7 @@ class UploadState:
         """Note what the run shall hold.
 
         Args:
-            kind: ``params``, ``tags`` or ``artifacts``.
+            kind: ``params``, ``tags``, ``artifacts`` or ``models``.
             items: legal key -> legal value (path on the server -> local path for artifacts).
         """
         with self._lock:

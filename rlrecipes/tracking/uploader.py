@@ -23,6 +23,7 @@ from rlrecipes.tracking.upload_state import LOGGER, MAX_TAG_LENGTH, UploadState,
 MAX_METRICS_A_BATCH = 1000
 MAX_ITEMS_A_BATCH = 100
 UID_TAG = "rlrecipes.uid"
+STEP_TAG = "rlrecipes.step"
 CHANGED_PARAM_TAG = "param_after_resume."
 """Before the key of a parameter that a resumed run has another value of: MLflow's parameters cannot change."""
 
@@ -132,6 +133,7 @@ class Uploader:
         self._send_pairs("tags")
         self._send_metrics()
         self._send_artifacts()
+        self._send_models()
         self._send_status()
 
     @property
@@ -231,6 +233,25 @@ class Uploader:
             else:
                 LOGGER.warning("%s is gone and cannot be uploaded to MLflow", path)
             self._state.mark_sent("artifacts", [item])
+
+    def _send_models(self) -> None:
+        """Make versions in the registry; one made before a kill is found by its tags and not made again."""
+        for item in self._state.pending("models"):
+            directory, _, step = item.value.partition("@")
+            self._ensure_registered_model(item.key)
+            tags = {UID_TAG: self._state.record.uid, STEP_TAG: step}
+            versions = self._client.search_model_versions(f"run_id = '{self._run_id}'")
+            if not any(v.name == item.key and tags.items() <= v.tags.items() for v in versions):
+                source = f"{self._client.get_run(self._run_id).info.artifact_uri}/{directory}"
+                self._client.create_model_version(item.key, source, self._run_id, tags=tags)
+            self._state.mark_sent("models", [item])
+
+    def _ensure_registered_model(self, name: str) -> None:
+        try:
+            self._client.create_registered_model(name)
+        except Exception as error:
+            if getattr(error, "error_code", "") != "RESOURCE_ALREADY_EXISTS":
+                raise
 
     def _send_status(self) -> None:
         status = self._state.record.status

@@ -471,6 +471,27 @@ def runs_dir(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="module")
+def sweep_dir(tmp_path_factory):
+    """Three points, each in a directory of its own: two seeds, and another learning rate."""
+    from rlrecipes.config.compose import compose
+    from rlrecipes.plan.nodes import HostNode
+    from rlrecipes.plan.resolve import resolve
+    from rlrecipes.tracking.tracker import build_tracker
+
+    root = tmp_path_factory.mktemp("sweep")
+    host = HostNode(name="here", num_cpus=2, num_gpus=0, memory_bytes=1 << 34)
+    for seed, lr in ((1, 0.25), (2, 0.25), (3, 0.5)):
+        run_dir = root / str(seed) / "run"
+        recipe = compose([f"seed={seed}", f"optim.lr={lr}", "name=run", f"run_dir={run_dir}", "tracking=local"])
+        tracker = build_tracker(run_dir, None, "", "run")
+        (run_dir / "plan.yaml").write_text(resolve(recipe.config, (host,), recipe.origins).to_yaml())
+        tracker.resume(-1)
+        tracker.log_metrics(1, {"reward/mean": float(seed), "time/step_s": 1.0})
+        assert tracker.finish()
+    return root
+
+
 class TestCompare:
     def test_a_table_and_the_curves(self, warm, shell, runs_dir):
         output = warm.run(shell.cwd, "compare", "slow", "fast", "--runs-dir", str(runs_dir), "--curves", "both.png")
@@ -487,6 +508,30 @@ class TestCompare:
             shell.cwd, "compare", "--runs-dir", str(runs_dir), "--format", "json", "--metric", "reward/mean"
         )
         assert "0.8" in json.dumps(json.loads(output))
+
+    def test_a_sweep_of_directories_without_mlflow(self, warm, shell, sweep_dir):
+        words = ["compare", "--sweep", str(sweep_dir)]
+        output = warm.run(shell.cwd, *words, "--format", "json", "--curves", "c.png", "--html", "page.html")
+        first, second = json.loads(output)
+        assert [run["seed"] for run in first["runs"]] == ["1", "2"] and len(second["runs"]) == 1
+        assert second["params"] == {"trainer.optim.lr": "0.5"}
+        assert first["results"]["reward/mean (last)"]["values"] == [1.0, 2.0]
+        assert "steps to reward/mean >= 1.5" in first["efficiency"]
+        assert files_of(shell.cwd) > {"c.png", "page.html"}
+        output = warm.run(shell.cwd, "compare", str(sweep_dir / "1" / "run"), "run", "--runs-dir", str(sweep_dir / "3"))
+        assert "trainer.optim.lr" in output and "seed" in output and "page" not in output
+
+    def test_a_sweep_that_is_none(self, warm, shell, sweep_dir):
+        for words, told in (
+            ([str(shell.cwd)], "holds no run"),
+            (["nowhere"], "no such database"),
+            ([str(sweep_dir), "run"], "give runs or a sweep"),
+        ):
+            output = warm.run(shell.cwd, "compare", "--sweep", *words, code=2)
+            check_refusal(output)
+            assert told in output
+        output = warm.run(shell.cwd, "compare", "--sweep", str(sweep_dir), "--html", "absent/page.html", code=2)
+        assert "absent/page.html" in output and "name a writable file" in output
 
     def test_an_unknown_run(self, warm, shell, runs_dir):
         output = warm.run(shell.cwd, "compare", "fsat", "--runs-dir", str(runs_dir), code=2)

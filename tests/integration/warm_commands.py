@@ -21,6 +21,8 @@ IMPORTS = (
     "rlrecipes.runner.preparation",
     "rlrecipes.engines.megatron.initial",
     "rlrecipes.tracking.compare",
+    "rlrecipes.tracking.comparison_page",
+    "scipy.stats",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",

@@ -53,6 +53,8 @@ class ClusterConfig(Section):
     """Main memory of one machine."""
     disk_bytes: PositiveInt | None
     """Free space under runs_dir; null: this machine's is read where source is host, else it is not judged."""
+    gpu_hour_price: PositiveFloat | None
+    """Price of one GPU for an hour, in a currency of your choice, for reports and comparisons; null: none is told."""
     nic_bytes_per_s: PositiveFloat
     """Network of one GPU to other nodes, one direction."""
     gpu: GpuConfig | None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from rlrecipes.config.schema.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -55,3 +57,6 @@ class TrackingConfig(Section):
     """MLflow experiment."""
     sweep: str | None
     """Sweep that the run is a point of; set by the sweep."""
+    registered_model: Annotated[str, Field(pattern=r"^[^/:]*[^/:\s][^/:]*$")] | None
+    """Name in MLflow's model registry under which the exported model becomes a new version when the run ends; null:
+    none. Its files are uploaded."""

@@ -37,4 +37,14 @@ def reruns_can_be_equal(config: RunConfig) -> Iterator[Found]:
             yield Found(f"{where}.engine", problem, "use engine=embedded")
 
 
-RULES = (learning_rate_decays, warmup_ends_within_the_run, reruns_can_be_equal)
+@rule("tracking.registered_model", fix="use tracking=mlflow schedule.should_export_hf=true, or set it to null")
+def registered_model_is_exported(config: RunConfig) -> Iterator[Found]:
+    """MLflow's registry gets what the end of the run exports."""
+    name, tracking = config.tracking.registered_model, config.tracking
+    if name is not None and not tracking.is_mlflow_enabled:
+        yield Found("tracking.registered_model", f"is {name!r}; MLflow is off")
+    elif name is not None and not config.schedule.should_export_hf:
+        yield Found("tracking.registered_model", f"is {name!r}; the run exports no model")
+
+
+RULES = (learning_rate_decays, warmup_ends_within_the_run, reruns_can_be_equal, registered_model_is_exported)

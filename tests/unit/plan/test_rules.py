@@ -358,6 +358,12 @@ CASES = [
     Case("synced_weights_are_held_as_sent", f"{SGLANG}.quantization", {f"{SGLANG}.quantization": "fp8"},
          {f"{SGLANG}.quantization": "unquant"}, APART, (2,)),
     # schedule
+    Case("registered_model_is_exported", "tracking.registered_model",
+         {"tracking.registered_model": "speller", "tracking.is_mlflow_enabled": False},
+         {"tracking.registered_model": "speller", "tracking.is_mlflow_enabled": True}),
+    Case("registered_model_is_exported", "tracking.registered_model",
+         {"tracking.registered_model": "speller", "schedule.should_export_hf": False},
+         {"tracking.registered_model": None, "schedule.should_export_hf": False}),
     Case("learning_rate_decays", "optim.min_lr", {"optim.min_lr": 1.1e-6, "optim.lr": 1e-6},
          {"optim.min_lr": 1e-6, "optim.lr": 1e-6}),
     Case("warmup_ends_within_the_run", "optim.num_warmup_train_steps", {"optim.num_warmup_train_steps": 31},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -146,7 +147,7 @@ class Work:
         self.gpu.tell("rollout")
         self.reach("rollout")
         await asyncio.sleep(0)
-        return SimpleNamespace(groups=[])
+        return SimpleNamespace(groups=[], num_filtered={})
 
     async def train_groups(self, groups, *, step, weight_version):
         await self.gpu.run("train")
@@ -180,7 +181,6 @@ def run(monkeypatch, *overrides, gpu=None, clients=None, step=0, version=0, is_e
     work = Work(gpu, clients, stop, strike)
     serving = serve(*clients)
     monkeypatch.setattr("rlrecipes.runner.loop.compute_rollout_metrics", lambda *a, **k: {"rollout/time_s": 0.0})
-    monkeypatch.setattr("rlrecipes.runner.loop.measure_system", lambda path: {})
     monkeypatch.setattr(Loop, "_evaluate", lambda self, generator: stop.run(work.evaluate()))
 
     async def execute():
@@ -188,8 +188,9 @@ def run(monkeypatch, *overrides, gpu=None, clients=None, step=0, version=0, is_e
         turns = GpuTurns(plan, gpu, serving)
         await turns.put_engines_to_sleep()
         gpu.trainer.update(WHOLE)  # ranks start
+        system = SimpleNamespace(take=dict, phase=nullcontext)
         parts = Parts(
-            plan, SimpleNamespace(), gpu, turns, work, work, work, work, stop, serving, work, SimpleNamespace()
+            plan, SimpleNamespace(), gpu, turns, work, work, work, system, work, stop, serving, work, SimpleNamespace()
         )  # type: ignore[arg-type]
         loop = Loop(parts, step, version, is_evaluation_due=is_evaluation_due, next_sample=0)
         try:

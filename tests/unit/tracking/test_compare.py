@@ -6,19 +6,14 @@ import pytest
 from rich.console import Console
 
 from rlrecipes.errors import InputError, RunError
-from rlrecipes.tracking.compare import (
-    compare_runs,
-    draw_comparison,
-    group_seeds,
-    to_grid,
-    to_json,
-    to_markdown,
-    to_table,
-)
+from rlrecipes.tracking.compare import compare_runs, draw_comparison, group_seeds
+from rlrecipes.tracking.comparison_page import write_comparison
+from rlrecipes.tracking.comparison_text import to_grid, to_json, to_markdown, to_table
 from rlrecipes.tracking.curves import choose_headlines, compute_mean, draw_curves, to_series
 from rlrecipes.tracking.log import MetricRecord
-from rlrecipes.tracking.logged_runs import LoggedRun, load_runs
+from rlrecipes.tracking.logged_runs import LoggedRun, load_children, load_runs
 from rlrecipes.tracking.tracker import build_tracker
+from rlrecipes.tracking.uploader import build_client
 
 REWARDS = {"grpo-seed0": (0.1, 0.9, 0.8), "grpo-seed1": (0.2, 0.4, 0.6), "ppo": (0.0, math.inf, 0.3)}
 
@@ -48,24 +43,28 @@ def test_from_mlflow_to_table_markdown_json_and_picture(tracked, tmp_path):
     assert [run.name for run in runs] == list(REWARDS)
     assert [to_series(run.records, "reward/mean") for run in runs] == [dict(enumerate(r)) for r in REWARDS.values()]
     comparison = compare_runs(runs)
-    assert [row.field for row in comparison.params] == ["algo.name", "seed"]
-    assert comparison.params[0].values == ("grpo", "grpo", "ppo")
+    assert [variant.label for variant in comparison.variants] == ["grpo", "ppo"]
+    assert [(row.field, row.values) for row in comparison.params] == [("algo.name", ("grpo", "ppo"))]
     results = {row.field: row.values for row in comparison.results}
-    assert results["reward/mean (last)"] == (0.8, 0.6, 0.3)
-    assert results["reward/mean (best)"] == (0.9, 0.6, 0.3), "infinity is no best"
-    assert results["status"] == ("finished",) * 3 and results["last step"] == (2, 2, 2)
+    assert results["seeds"] == ("0, 1", "2") and results["status"] == ("finished",) * 2
+    assert results["last step"] == (2.0, 2.0)
+    assert [one.mean for one in results["reward/mean (last)"]] == pytest.approx([0.7, 0.3])
+    assert results["reward/mean (last)"][0].values == (0.8, 0.6)
+    assert [one.mean for one in results["reward/mean (best)"]] == pytest.approx([0.75, 0.3]), "infinity is no best"
+    assert results["reward/mean (last)"][1].low is None, "one seed says nothing of others"
 
     markdown = to_markdown(comparison)
-    assert "|  | grpo-seed0 | grpo-seed1 | ppo |\n| --- | ---: | ---: | ---: |\n" in markdown
-    assert "| reward/mean (best) | 0.9 | 0.6 | 0.3 |" in markdown
+    assert "|  | grpo | ppo |\n| --- | ---: | ---: |\n" in markdown
+    assert "| reward/mean (last) | 0.7 (0.6 to 0.8) | 0.3 |" in markdown
+    assert "| reward/mean (last), interquartile mean | 0.7 | 0.3 |" in markdown and "95% interval" in markdown
     parsed = json.loads(to_json(comparison))
-    assert parsed[2]["run"] == "ppo" and parsed[2]["params"] == {"algo.name": "ppo", "seed": "2"}
+    assert parsed[1]["label"] == "ppo" and parsed[1]["params"] == {"algo.name": "ppo"}
+    assert [run["seed"] for run in parsed[0]["runs"]] == ["0", "1"]
+    assert parsed[0]["results"]["reward/mean (last)"]["interquartile_mean"] == pytest.approx(0.7)
     console = Console(file=io.StringIO(), width=100)
     console.print(to_table(comparison))
-    assert "algo.name" in console.file.getvalue() and "grpo-seed1" in console.file.getvalue()
-
-    assert list(group_seeds(runs)) == ["grpo", "ppo"] and len(group_seeds(runs)["grpo"]) == 2
-    assert draw_comparison(runs, tmp_path / "curves.png")
+    assert "algo.name" in console.file.getvalue() and "0.7 (0.6 to 0.8)" in console.file.getvalue()
+    assert draw_comparison(comparison, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -73,6 +72,7 @@ def test_runs_are_chosen_by_name_or_id_in_the_order_asked(tracked):
     first = load_runs(tracked, ["grpo-seed1"])[0]
     assert [r.name for r in load_runs(tracked, ["ppo", first.run_id], metrics=["train/loss"])] == ["ppo", "grpo-seed1"]
     assert set(load_runs(tracked, ["ppo"], metrics=["train/loss"])[0].records[0].metrics) == {"train/loss"}
+    assert [r.name for r in load_runs(tracked, ["ppo"], metrics=[])] == ["ppo"]
 
 
 def test_unknown_names_are_input_errors_with_near_ones(tracked, tmp_path):
@@ -112,7 +112,7 @@ def build_run(name, params, values=(), run_id="0123456789"):
 
 def test_runs_of_one_name_get_labels_of_their_own():
     comparison = compare_runs([build_run("a", {}, run_id="111111xx"), build_run("a", {}, run_id="222222xx")])
-    assert comparison.runs == ("a (111111)", "a (222222)")
+    assert [variant.label for variant in comparison.variants] == ["a (111111)", "a (222222)"]
 
 
 def test_seeds_of_one_plan_are_found_whatever_their_directories():
@@ -121,24 +121,24 @@ def test_seeds_of_one_plan_are_found_whatever_their_directories():
         params |= {"run_dir": run_dir, "seed": str(seed), "engines.0.command": f'["--seed", "{seed}", "{run_dir}/hf"]'}
         return build_run(f"a{seed}", params, [seed])
 
-    assert {label: len(seeds) for label, seeds in group_seeds([run(1), run(2), run(3, lr="1")]).items()} == {
-        "a": 2,
-        "a3": 1,
-    }
-    assert [row.field for row in compare_runs([run(1), run(2)]).params] == ["seed"]
+    variants = group_seeds([run(1), run(2), run(3, lr="1")])
+    assert {variant.label: variant.seeds for variant in variants} == {"a": ("1", "2"), "a3": ("3",)}
+    assert compare_runs([run(1), run(2)]).params == ()
 
 
 def test_what_a_run_lacks_and_long_values_are_shown_so():
     comparison = compare_runs([build_run("a", {"x": "y" * 500}), build_run("b", {}, [0.5])])
     text = to_markdown(comparison)
     assert f"| x | {'y' * 57}... | - |" in text and "| reward/mean (last) | - | 0.5 |" in text
+    assert "| last step | - | 0 |" in text and "in brackets" not in text
     assert json.loads(to_json(comparison))[0]["params"]["x"] == "y" * 500
 
 
-def test_many_runs_become_rows():
+def test_many_variants_become_rows():
     header, rows = to_grid(compare_runs([build_run(f"run{i}", {"lr": str(i)}, [i]) for i in range(12)]))
-    assert header == ["", "lr", "status", "last step", "reward/mean (last)", "reward/mean (best)"]
-    assert len(rows) == 12 and rows[3] == ["run3", "3", "finished", "0", "3", "3"]
+    results = ["", "lr", "status", "last step", "reward/mean (last)", "reward/mean (best)"]
+    assert header == [*results, "steps to reward/mean >= 0", "steps in all"]
+    assert len(rows) == 12 and rows[3] == ["run3", "3", "finished", "0", "3", "3", "0", "0"]
 
 
 def test_markup_and_pipes_in_values_are_taken_literally():
@@ -150,7 +150,93 @@ def test_markup_and_pipes_in_values_are_taken_literally():
 
 def test_runs_without_params_are_never_seeds_of_one_another():
     groups = group_seeds([build_run("a", {}, run_id="1"), build_run("b", {}, run_id="2")])
-    assert list(groups) == ["a", "b"]
+    assert [variant.label for variant in groups] == ["a", "b"]
+
+
+def spend(name, rewards, seed=0, **params):
+    """A run whose steps take 8 rollouts, 100 tokens and half an hour."""
+    spent = {"rollout/num_rollouts": 8.0, "train/num_tokens": 100.0, "time/step_s": 1800.0}
+    records = [MetricRecord(i, float(i), {"reward/mean": reward} | spent) for i, reward in enumerate(rewards, start=1)]
+    return LoggedRun(name, name, "FINISHED", {"algo": "grpo", "seed": str(seed), **params}, tuple(records))
+
+
+def test_what_it_took_to_reach_what_all_reached():
+    devices = {"trainer.devices.0.node": "0", "trainer.devices.0.gpu": "0", "engines.0.devices.0.node": "0"}
+    devices |= {"engines.0.devices.0.gpu": "1", "trainer.devices.1.node": "1", "trainer.devices.1.gpu": "0"}
+    devices |= {"router.devices.0.node": "0", "router.devices.0.gpu": "null", "cluster.gpu_hour_price": "2.5"}
+    fast = [spend("fast0", [0.4, 0.6, 0.9], 0, **devices), spend("fast1", [0.2, 0.6, 0.7], 1, **devices)]
+    slow = spend("slow", [0.1, 0.2, 0.3, 0.55, 0.5], lr="1")
+    rows = {row.field: row.values for row in compare_runs([*fast, slow]).efficiency}
+    reached = "to reward/mean >= 0.55"
+    assert rows[f"steps {reached}"] == (2, 4) and rows[f"rollouts {reached}"] == (16, 32)
+    assert rows[f"tokens {reached}"] == (200, 400) and rows[f"hours {reached}"] == (1.0, 2.0)
+    assert rows[f"GPU hours {reached}"] == (3.0, None) and rows[f"cost {reached}"] == (7.5, None)
+    assert rows["hours in all"] == (1.5, 2.5) and rows["cost in all"] == (11.25, None)
+
+
+def test_a_metric_to_be_lowered_is_reached_from_above():
+    rows = {
+        r.field: r.values for r in compare_runs([spend("a", [3.0, 1.0]), spend("b", [2.0, 1.5], lr="1")]).efficiency
+    }
+    assert "steps to reward/mean >= 2" in rows
+    runs = [
+        LoggedRun(n, n, "FINISHED", {"lr": n}, tuple(MetricRecord(i, i, {"sft/loss": v}) for i, v in enumerate(values)))
+        for n, values in (("a", (3.0, 1.0)), ("b", (2.0, 1.5)))
+    ]
+    rows = {row.field: row.values for row in compare_runs(runs).efficiency}
+    assert rows["steps to sft/loss <= 1.5"] == (1, 1)
+
+
+def test_one_variant_has_nothing_to_reach():
+    fields = [row.field for row in compare_runs([spend("a", [0.1, 0.2])]).efficiency]
+    assert fields == ["steps in all", "rollouts in all", "tokens in all", "hours in all"]
+
+
+def test_runs_nested_in_a_sweep_are_found_by_their_parent(tracked):
+    client = build_client(tracked)
+    runs = {run.name: run.run_id for run in load_runs(tracked)}
+    parent = client.create_run(client.get_run(runs["ppo"]).info.experiment_id, run_name="sweep")
+    for name in ("grpo-seed0", "ppo"):
+        client.set_tag(runs[name], "mlflow.parentRunId", parent.info.run_id)
+    for word in ("sweep", parent.info.run_id):
+        assert sorted(run.name for run in load_children(tracked, word)) == ["grpo-seed0", "ppo"]
+    with pytest.raises(InputError, match="no run is nested in 'ppo'"):
+        load_children(tracked, "ppo")
+
+
+def test_a_price_is_no_difference():
+    runs = [
+        spend("a", [0.1], **{"cluster.gpu_hour_price": "1"}),
+        spend("b", [0.1], 1, **{"cluster.gpu_hour_price": "2"}),
+    ]
+    assert [variant.seeds for variant in group_seeds(runs)] == [("0", "1")]
+
+
+def test_a_seed_that_measured_nothing_leaves_the_others_their_numbers():
+    runs = [
+        spend("a0", [0.1, 0.5]),
+        LoggedRun("a1", "a1", "FAILED", {"algo": "grpo", "seed": "1"}, ()),
+        spend("b", [0.4], lr="1"),
+    ]
+    comparison = compare_runs(runs)
+    results = {row.field: row.values for row in comparison.results}
+    assert results["status"][0] == "1 finished, 1 failed" and results["reward/mean (last)"][0].values == (0.5,)
+    assert {row.field: row.values for row in comparison.efficiency}["steps to reward/mean >= 0.4"] == (2, 1)
+
+
+def test_the_page_to_send_holds_everything_and_escapes_it(tmp_path):
+    runs = [spend("<script>a", [0.1, 0.5], lr="</script><b>"), spend("b", [0.2, 0.4]), spend("b1", [0.2, 0.4], 1)]
+    write_comparison(compare_runs(runs), tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    body = text[: text.index('id="data"')]
+    assert "&lt;script&gt;a" in body and "&lt;/script&gt;&lt;b&gt;" in body and "<b>" not in body
+    assert "reward/mean (last), interquartile mean" in body and "steps to reward/mean &gt;= 0.4" in body
+    assert text.count("</script>") == 3, "the data, plotly and the page's own"
+
+
+def test_a_metric_nobody_logged_is_refused_with_the_nearest():
+    with pytest.raises(InputError, match="did you mean 'reward/mean'"):
+        compare_runs([spend("a", [0.1])], ["reward/meen"])
 
 
 def test_the_mean_of_seeds_is_over_the_steps_all_have():
