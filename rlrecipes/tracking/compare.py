@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
+from os.path import commonpath, commonprefix, relpath
 from pathlib import Path
 
 from rlrecipes.errors import InputError
@@ -245,10 +245,18 @@ def group_seeds(runs: Sequence[LoggedRun]) -> tuple[Variant, ...]:
         groups.setdefault(plan if plan else (("run_id", run.run_id),), []).append(run)
     labels = [_find_label(members) for members in groups.values()]
     counts = Counter(labels)
+    ids = _shorten_ids([members[0].run_id for members in groups.values()])
     return tuple(
-        Variant(label if counts[label] == 1 else f"{label} ({members[0].short_id})", tuple(members))
-        for label, members in zip(labels, groups.values(), strict=True)
+        Variant(label if counts[label] == 1 else f"{label} ({short_id})", tuple(members))
+        for label, members, short_id in zip(labels, groups.values(), ids, strict=True)
     )
+
+
+def _shorten_ids(ids: Sequence[str]) -> list[str]:
+    """What tells runs of one name apart: the start of MLflow's id, or where their directories part."""
+    directories = [run_id for run_id in ids if run_id.startswith("/")]
+    root = commonpath(directories) if directories else ""
+    return [relpath(run_id, root) if run_id.startswith("/") else run_id[:6] for run_id in ids]
 
 
 def _find_label(members: Sequence[LoggedRun]) -> str:

@@ -29,9 +29,7 @@ def write_comparison(comparison: Comparison, path: Path) -> None:
         path,
         "comparison.html.j2",
         title=" / ".join(labels) if len(labels) <= 4 else f"{len(labels)} variants compared",
-        summary=f"{num_runs} runs, {len(labels)} of them differ in more than seeds"
-        if num_runs > len(labels)
-        else f"{num_runs} runs",
+        summary=f"{num_runs} runs of {len(labels)} plans; runs of one plan differ in nothing but seeds",
         labels=labels,
         numbers=tuple(range(1, len(labels) + 1)),
         params=to_cells(comparison.params),

@@ -42,11 +42,6 @@ class LoggedRun:
     params: Mapping[str, str]
     records: tuple[MetricRecord, ...]
 
-    @property
-    def short_id(self) -> str:
-        """What tells it from others of its name."""
-        return Path(self.run_id).name if "/" in self.run_id else self.run_id[:6]
-
 
 def is_run_directory(path: Path) -> bool:
     """Whether a run was tracked in a directory and its Plan is there to be compared."""

@@ -513,6 +513,7 @@ class TestCompare:
         words = ["compare", "--sweep", str(sweep_dir)]
         output = warm.run(shell.cwd, *words, "--format", "json", "--curves", "c.png", "--html", "page.html")
         first, second = json.loads(output)
+        assert [first["label"], second["label"]] == ["run (1/run)", "run (3/run)"]
         assert [run["seed"] for run in first["runs"]] == ["1", "2"] and len(second["runs"]) == 1
         assert second["params"] == {"trainer.optim.lr": "0.5"}
         assert first["results"]["reward/mean (last)"]["values"] == [1.0, 2.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -29,6 +30,11 @@ def test_a_run_learns_measures_and_exports(trained):
     model = AutoModelForCausalLM.from_pretrained(hf)
     tokenizer = AutoTokenizer.from_pretrained(hf)
     assert tokenizer.decode(model.generate(**tokenizer("abc>", return_tensors="pt"), max_new_tokens=3)[0])
+    page = (trained.cwd / "runs" / "run" / "report.html").read_text()
+    assert f"{NUM_STEPS} of {NUM_STEPS}" in page and "reward/mean, first to last" in page
+    kept = [json.loads(line) for line in (trained.cwd / "runs" / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in kept if record["purpose"] == "train"] == list(range(1, NUM_STEPS + 1))
+    assert {record["step"] for record in kept if record["purpose"] == "eval"} == {0, 2, 4, 6}
     assert trained.leftovers() == []
 
 
@@ -99,6 +105,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(contin
     )
     assert "finite" in output or "is nan" in output
     assert "Traceback" not in output
+    page = (continued.cwd / "runs" / "run" / "report.html").read_text()
+    assert 'class="status FAILED"' in page and "finite" in page
     assert (continued.cwd / "runs" / "run" / "checkpoints" / f"step_{NUM_STEPS:08d}" / "state.json").exists()
     assert continued.leftovers() == []
 

@@ -22,7 +22,7 @@
     const grid = {gridcolor: "#edf0f4", zeroline: false, automargin: true, exponentformat: "e"};
     return Object.assign({
       margin: {l: 50, r: 10, t: 8, b: 40}, paper_bgcolor: "#fff", plot_bgcolor: "#fff", hovermode: "x unified",
-      font: {size: 11, color: "#1c2430"}, xaxis: {...grid, title: {text: x}}, yaxis: {...grid, title: {text: plain(y)}},
+      font: {size: 11, color: "#1c2430"}, xaxis: {...grid, nticks: 7, title: {text: x}}, yaxis: {...grid, title: {text: plain(y)}},
       legend: {orientation: "h", y: 1.02, yanchor: "bottom", x: 0, traceorder: "normal"},
     }, more);
   }

@@ -9,7 +9,16 @@ import pytest
 
 from rlrecipes.errors import ConfigError
 from rlrecipes.plan.hosts import read_local_host
-from rlrecipes.plan.nvml import Driver, Gpu, GpuProcess, GpuUse, read_driver, read_gpu_use, read_gpus
+from rlrecipes.plan.nvml import (
+    Driver,
+    Gpu,
+    GpuProcess,
+    GpuUse,
+    read_busy_fraction,
+    read_driver,
+    read_gpu_use,
+    read_gpus,
+)
 
 
 def fail(number):
@@ -30,6 +39,7 @@ def driver(monkeypatch):
         "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}",
         "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=140, used=(120, 1)[handle]),
         "nvmlDeviceGetComputeRunningProcesses": lambda handle: [SimpleNamespace(pid=7, usedGpuMemory=None)],
+        "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=(75, 0)[handle]),
         "nvmlSystemGetDriverVersion": lambda: "580.159.04",
         "nvmlSystemGetCudaDriverVersion_v2": lambda: 13010,
     }
@@ -42,6 +52,7 @@ def test_what_the_driver_tells(driver):
     assert read_gpus() == [Gpu("NVIDIA H200", "GPU-0", 0), Gpu("NVIDIA H200", "GPU-1", 1)]
     assert read_local_host().node.num_gpus == 2
     assert read_gpu_use(0) == GpuUse(140, 120, (GpuProcess(7, None),))
+    assert [read_busy_fraction(0), read_busy_fraction(1)] == [0.75, 0.0]
     assert read_driver() == Driver("580.159.04", (13, 1))
     assert [str(GpuProcess(7, used)) for used in (None, 3 << 30)] == ["7", "7 (3,072 MiB)"]
 

@@ -1,13 +1,16 @@
 """What is looked at before a process starts: served models whose tokens mean something else, and who can be asked."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from rlrecipes.config.compose import compose
 from rlrecipes.data.tokenizer import build_char_tokenizer
 from rlrecipes.errors import DataError
 from rlrecipes.plan.nodes import HostNode
+from rlrecipes.plan.nvml import Gpu, GpuUse
 from rlrecipes.plan.resolve import resolve
-from rlrecipes.runner.build import ServedClients, build_inputs, build_plan_reward
+from rlrecipes.runner.build import ServedClients, build_inputs, build_plan_reward, build_system_sampler
 
 HOSTS = (HostNode(name="here", num_cpus=2, num_gpus=0, memory_bytes=1 << 34),)
 
@@ -62,3 +65,18 @@ def test_served_models_are_known_before_they_can_be_asked(tmp_path):
     assert "judge" not in clients
     with pytest.raises(KeyError):
         clients["teacher"]
+
+
+def test_the_runs_gpus_of_this_machine_are_watched(monkeypatch, tmp_path):
+    gpus = [Gpu("H200", f"GPU-{index}", index) for index in (4, 5, 6)]
+    monkeypatch.setattr("rlrecipes.runner.build.read_visible_gpus", lambda: gpus)
+    monkeypatch.setattr("rlrecipes.runner.build.read_busy_fraction", lambda index: index / 10)
+    monkeypatch.setattr("rlrecipes.runner.build.read_gpu_use", lambda index: GpuUse(100, index, ()))
+    trainer = SimpleNamespace(devices=[SimpleNamespace(node=0, gpu=1), SimpleNamespace(node=1, gpu=0)])
+    engine = SimpleNamespace(devices=[SimpleNamespace(node=0, gpu=2)])
+    plan = SimpleNamespace(trainer=trainer, served_models=[SimpleNamespace(engines=[engine])], run_dir=str(tmp_path))
+    metrics = build_system_sampler(plan).take()
+    assert metrics["system/gpu_memory_bytes"] == 6 and metrics["system/gpu_use_fraction"] == pytest.approx(0.55)
+    on_cpu = SimpleNamespace(devices=[SimpleNamespace(node=0, gpu=None)])
+    plan = SimpleNamespace(trainer=on_cpu, served_models=[], run_dir=str(tmp_path))
+    assert "system/gpu_memory_bytes" not in build_system_sampler(plan).take()
