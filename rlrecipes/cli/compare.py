@@ -20,7 +20,7 @@ def _build_parser() -> Parser:
         "run directories, names of those in --runs-dir, names or ids of MLflow's; all of MLflow's when none is given"
     )
     parser.add_argument("runs", nargs="*", metavar="RUN", help=words)
-    sweep = "all runs of a sweep: a directory that holds their directories, or the name or id of MLflow's parent run"
+    sweep = "all runs of a sweep: its name, a directory that holds theirs, or the name or id of MLflow's parent run"
     parser.add_argument("--sweep", help=sweep)
     parser.add_argument(
         "--runs-dir", type=Path, default=Path("runs"), help="where runs and mlflow.db lie (default: runs)"
@@ -51,7 +51,7 @@ def run(arguments: list[str]) -> None:
 
     uri = asked.tracking_uri or f"sqlite:///{asked.runs_dir.absolute() / 'mlflow.db'}"
     if asked.sweep is not None:
-        runs = _load_sweep(asked.sweep, uri, asked.metric)
+        runs = _load_sweep(asked.sweep, None if asked.tracking_uri else asked.runs_dir, uri, asked.metric)
     else:
         runs_dir = None if asked.tracking_uri or asked.experiment else asked.runs_dir
         runs = _load(asked.runs, runs_dir, uri, asked.experiment, asked.metric)
@@ -102,9 +102,14 @@ def _read(directory: Path) -> LoggedRun:
     return read_run(directory, plan.name, plan.to_execution())
 
 
-def _load_sweep(word: str, uri: str, metrics: Sequence[str] | None) -> list[LoggedRun]:
-    from rlrecipes.tracking.logged_runs import find_run_directories, load_children
+def _load_sweep(word: str, runs_dir: Path | None, uri: str, metrics: Sequence[str] | None) -> list[LoggedRun]:
+    from rlrecipes.tracking.logged_runs import find_run_directories, is_run_directory, load_children
+    from rlrecipes.tracking.sweeps import SWEEPS_DIR, SweepRecord
 
+    for place in [Path(word), *([runs_dir / SWEEPS_DIR / word] if runs_dir else [])]:
+        of_points = [Path(point.run_dir) for point in SweepRecord(place).read()]
+        if any(map(is_run_directory, of_points)):
+            return [_read(directory) for directory in of_points if is_run_directory(directory)]
     if not Path(word).is_dir():
         return load_children(uri, word, metrics)
     directories = find_run_directories(Path(word))

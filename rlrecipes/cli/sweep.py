@@ -15,7 +15,7 @@ from rlrecipes.config.compose import ComposedRecipe, compose, config_dirs_of, ru
 from rlrecipes.errors import ConfigError, InputError, Problem, RecipeError, RunError
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.runner.resolution import resolve_recipe
-from rlrecipes.tracking.sweeps import Point, PointState, SweepRecord, find_sweep
+from rlrecipes.tracking.sweeps import Point, PointState, SweepRecord, find_sweep, upload_sweep
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,9 +43,22 @@ def run_sweep(arguments: Sequence[str], shared: Sequence[str]) -> None:
     record = find_sweep(Path(first.runs_dir), base.name if base else first.name)
     points = record.register([_to_point(*item) for item in plans.items()], base.to_yaml() if base else None)
     print(f"sweep {record.directory.name}: {len(points)} points, kept in {record.directory}", flush=True)
-    run_hydra_app(_run_point, arguments, _Naming(record), can_submit=True)
     numbers = {point.number for point in points}
-    _tell([point for point in record.read() if point.number in numbers])
+    try:
+        _upload(record, points, first)
+        run_hydra_app(_run_point, arguments, _Naming(record), can_submit=True)
+    finally:
+        points = [point for point in record.read() if point.number in numbers]
+        _upload(record, points, first)
+    _tell(points)
+
+
+def _upload(record: SweepRecord, points: Sequence[Point], plan: Plan) -> None:
+    from rlrecipes.runner.build import to_tracking_uri
+
+    uri = to_tracking_uri(plan)
+    if uri is not None and (problem := upload_sweep(record, points, uri, plan.tracking.experiment)):
+        print(f"MLflow does not have how the sweep stands: {problem}", flush=True)
 
 
 def _resolve_base(arguments: Sequence[str], shared: Sequence[str]) -> Plan | None:

@@ -31,6 +31,7 @@ from rlrecipes.rollout.protocols import Reward
 from rlrecipes.rollout.registry import GenerateBuilder, build_generate
 from rlrecipes.rollout.scoring import Role, Scorer, ScoringReward
 from rlrecipes.runner.preparation import to_row_keys
+from rlrecipes.tracking.sweeps import find_point
 from rlrecipes.tracking.system import GpuLoad, SystemSampler
 from rlrecipes.tracking.tracker import Tracker, build_tracker
 from rlrecipes.types import Prompt, SamplingParams
@@ -257,7 +258,10 @@ def build_run_tracker(plan: Plan, run_id: str | None) -> Tracker:
         plan: the Plan.
         run_id: of the MLflow run to continue; None starts one.
     """
-    return build_tracker(Path(plan.run_dir), to_tracking_uri(plan), plan.tracking.experiment, plan.name, run_id)
+    sweep = find_point(Path(plan.runs_dir), plan.tracking.sweep, Path(plan.run_dir))
+    parent = sweep[0].parent if sweep else None
+    uri, experiment = to_tracking_uri(plan), plan.tracking.experiment
+    return build_tracker(Path(plan.run_dir), uri, experiment, plan.name, run_id, parent=parent)
 
 
 def build_system_sampler(plan: Plan) -> SystemSampler:

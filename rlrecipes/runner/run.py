@@ -13,9 +13,10 @@ from pathlib import Path
 from rlrecipes.config.schema import RlConfig
 from rlrecipes.errors import ConfigError, Interrupted, RecipeError, WeightSyncError
 from rlrecipes.plan.cluster import check_is_here
+from rlrecipes.plan.comparison import compare_plans
 from rlrecipes.plan.facts import find_obstacles
 from rlrecipes.plan.lock import build_lock, check_lock, read_lock, to_lock_path, write_lock
-from rlrecipes.plan.nodes import Plan
+from rlrecipes.plan.nodes import Plan, load_plan
 from rlrecipes.rollout.evaluation import EvaluationResult, run_evaluation
 from rlrecipes.runner.build import (
     Inputs,
@@ -38,6 +39,7 @@ from rlrecipes.runner.servers import Engine, Serving
 from rlrecipes.runner.training import Learner, build_objective
 from rlrecipes.runner.turns import GpuTurns
 from rlrecipes.tracking.progress import build_progress
+from rlrecipes.tracking.sweeps import find_point
 from rlrecipes.tracking.tracker import RunStatus, Tracker
 
 _EXPORTED_STEP_FILE = ".hf_step"
@@ -199,7 +201,19 @@ def _start_tracker(plan: Plan, state: RunState | None, stack: AsyncExitStack) ->
     stack.push(finish)
     tracker.resume(state.step if state else -1)
     tracker.log_plan(plan.to_execution(), plan.to_yaml(), plan.describe_changes())
+    if (text := _describe_point(plan)) is not None:
+        tracker.log_text("sweep_diff.txt", text)
     return tracker
+
+
+def _describe_point(plan: Plan) -> str | None:
+    """What a point says differently from the recipe that its sweep began from."""
+    found = find_point(Path(plan.runs_dir), plan.tracking.sweep, Path(plan.run_dir))
+    if found is None or not found[0].base_path.exists():
+        return None
+    differences = compare_plans(load_plan(found[0].base_path), plan)
+    told = [one for one in differences if one.kind != "prediction" and one.path != "tracking.sweep"]
+    return "".join(f"{one.path}: {one.left} -> {one.right}\n" for one in told)
 
 
 def _tell(error: BaseException | None) -> str:

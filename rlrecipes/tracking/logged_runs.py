@@ -15,13 +15,12 @@ from rlrecipes.tracking.efficiency import AXIS_METRICS
 from rlrecipes.tracking.log import MetricRecord, read_records
 from rlrecipes.tracking.mlflow_sink import METRICS_FILE
 from rlrecipes.tracking.upload_state import flatten, redact
-from rlrecipes.tracking.uploader import CHANGED_PARAM_TAG, build_client
+from rlrecipes.tracking.uploader import CHANGED_PARAM_TAG, PARENT_TAG, build_client
 
 LARGEST_FLOAT = 1.797e308
 """MLflow's databases keep infinity as the largest float; nothing else comes near it."""
 
 _MAX_RUNS = 1000
-_PARENT_TAG = "mlflow.parentRunId"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ def load_children(tracking_uri: str, parent: str, metrics: Sequence[str] | None 
     run_id = load_runs(tracking_uri, [parent], metrics=[])[-1].run_id
 
     def choose(runs: list[Any]) -> list[Any]:
-        nested = [run for run in runs if run.data.tags.get(_PARENT_TAG) == run_id]
+        nested = [run for run in runs if run.data.tags.get(PARENT_TAG) == run_id]
         if not nested:
             raise InputError("--sweep", f"no run is nested in '{parent}'", "name the parent run of a sweep")
         return nested

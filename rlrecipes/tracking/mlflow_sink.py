@@ -19,6 +19,7 @@ from rlrecipes.tracking.upload_state import (
     LOGGER,
     MAX_PARAM_LENGTH,
     MAX_TAG_LENGTH,
+    ParentRun,
     UploadRecord,
     UploadState,
     flatten,
@@ -44,13 +45,23 @@ class MlflowSink:
         run_name: name of the run as people see it.
         run_dir: holds metrics.jsonl, which this reads, and mlflow_upload.json, which this writes.
         run_id: of a run to continue, from a checkpoint; None continues the run directory's own, or starts one.
+        parent: the sweep's run, in which this one is nested; made when missing.
     """
 
     def __init__(
-        self, tracking_uri: str, experiment: str, run_name: str, run_dir: Path, run_id: str | None = None
+        self,
+        tracking_uri: str,
+        experiment: str,
+        run_name: str,
+        run_dir: Path,
+        run_id: str | None = None,
+        *,
+        parent: ParentRun | None = None,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         record = UploadRecord(tracking_uri, experiment, run_name, run_id=run_id)
+        if parent is not None:
+            record.parent_name, record.parent_uid = parent.name, parent.uid
         self._state = UploadState(run_dir / STATE_FILE, record)
         self._state.save()
         self._run_dir = run_dir

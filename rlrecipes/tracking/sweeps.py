@@ -19,6 +19,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from rlrecipes.errors import InputError, RunError
+from rlrecipes.tracking.upload_state import ParentRun, redact
+from rlrecipes.tracking.uploader import build_client, ensure_experiment, find_or_create_run
 
 SWEEPS_DIR = "sweeps"
 _BASE = "base.yaml"
@@ -81,6 +83,11 @@ class SweepRecord:
         except (OSError, ValueError, KeyError, TypeError) as error:
             fix = "name the directory of a sweep: <runs_dir>/sweeps/NAME"
             raise InputError(str(self.directory), f"holds no sweep ({type(error).__name__})", fix) from error
+
+    @property
+    def parent(self) -> ParentRun:
+        """The sweep's run in MLflow."""
+        return ParentRun(self.directory.name, self.uid)
 
     @property
     def base_path(self) -> Path:
@@ -178,6 +185,40 @@ def find_sweep(runs_dir: Path, name: str) -> SweepRecord:
         name: of the sweep.
     """
     return SweepRecord(runs_dir / SWEEPS_DIR / name)
+
+
+def upload_sweep(record: SweepRecord, points: Sequence[Point], tracking_uri: str, experiment: str) -> str:
+    """Bring the sweep's run in MLflow up to date: how its points stand, and with them the sweep. Never raises.
+
+    Args:
+        record: of the sweep.
+        points: of this call.
+        tracking_uri: as for ``build_client``.
+        experiment: of the points' runs.
+
+    Returns:
+        Why it could not be; empty otherwise.
+    """
+    states = {point.state for point in points}
+    status = "RUNNING"
+    if not states & {PointState.WAITING, PointState.RUNNING}:
+        status = "KILLED" if PointState.INTERRUPTED in states else "FINISHED"
+        status = "FAILED" if PointState.FAILED in states else status
+    try:
+        client = build_client(tracking_uri)
+        experiment_id = ensure_experiment(client, tracking_uri, experiment)
+        parent = record.parent
+        run_id = find_or_create_run(client, experiment_id, parent.uid, parent.name).info.run_id
+        client.log_text(run_id, json.dumps([dataclasses.asdict(point) for point in points], indent=1), "points.json")
+        if record.base_path.exists():
+            client.log_artifact(run_id, str(record.base_path))
+        if status == "RUNNING":
+            client.update_run(run_id, status=status)
+        else:
+            client.set_terminated(run_id, status)
+    except Exception as error:
+        return redact(f"{type(error).__name__}: {error}")
+    return ""
 
 
 def find_point(runs_dir: Path, sweep: str | None, run_dir: Path) -> tuple[SweepRecord, Point] | None:

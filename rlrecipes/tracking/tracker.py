@@ -33,7 +33,7 @@ from rlrecipes.tracking.rollouts import (
     read_rollouts,
     to_mlflow_table,
 )
-from rlrecipes.tracking.upload_state import LOGGER, shorten
+from rlrecipes.tracking.upload_state import LOGGER, ParentRun, shorten
 
 CURVES_FILE = "curves.png"
 CHECKPOINTS_FILE = "checkpoints.json"
@@ -225,7 +225,13 @@ class Tracker:
 
 
 def build_tracker(
-    run_dir: Path, tracking_uri: str | None, experiment: str, run_name: str, run_id: str | None = None
+    run_dir: Path,
+    tracking_uri: str | None,
+    experiment: str,
+    run_name: str,
+    run_id: str | None = None,
+    *,
+    parent: ParentRun | None = None,
 ) -> Tracker:
     """Build the tracker of a run, new or resumed.
 
@@ -235,6 +241,7 @@ def build_tracker(
         experiment: MLflow's experiment.
         run_name: MLflow's name of the run.
         run_id: of the MLflow run to continue, from a checkpoint; None continues the run directory's own.
+        parent: MLflow's run of the sweep, in which this one is nested.
 
     Returns:
         A tracker whose MLflow thread has started; nothing waits for MLflow.
@@ -243,7 +250,7 @@ def build_tracker(
         RunError: the metric log cannot be opened.
     """
     log = MetricLog(run_dir / METRICS_FILE)
-    sink = MlflowSink(tracking_uri, experiment, run_name, run_dir, run_id) if tracking_uri else None
+    sink = MlflowSink(tracking_uri, experiment, run_name, run_dir, run_id, parent=parent) if tracking_uri else None
     return Tracker(run_dir, log, sink)
 
 

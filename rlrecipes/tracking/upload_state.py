@@ -27,6 +27,19 @@ MAX_PARAM_LENGTH = 6000
 MAX_TAG_LENGTH = 5000
 
 
+@dataclass(frozen=True, slots=True)
+class ParentRun:
+    """The MLflow run of a sweep, in which those of its points are nested.
+
+    Attributes:
+        name: as people see it.
+        uid: names it on the server, whatever else has its name.
+    """
+
+    name: str
+    uid: str
+
+
 @dataclass
 class UploadRecord:
     """The contents of mlflow_upload.json.
@@ -40,6 +53,7 @@ class UploadRecord:
         params, tags: what the run shall hold, keys and values legal for MLflow.
         artifacts: path on the server -> local path, relative to the run directory where possible.
         models: name in the registry -> ``<directory of artifacts>@<step>`` that shall be its newest version.
+        parent_name, parent_uid: of the sweep's run that this one is nested in; empty where it is of no sweep.
         sent: ``params/<key>`` and the like -> fingerprint of what the server has.
     """
 
@@ -54,6 +68,8 @@ class UploadRecord:
     tags: dict[str, str] = field(default_factory=dict)
     artifacts: dict[str, str] = field(default_factory=dict)
     models: dict[str, str] = field(default_factory=dict)
+    parent_name: str = ""
+    parent_uid: str = ""
     sent: dict[str, str] = field(default_factory=dict)
 
 

@@ -11,9 +11,10 @@ import fcntl
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from posixpath import dirname
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
@@ -23,6 +24,7 @@ from rlrecipes.tracking.upload_state import LOGGER, MAX_TAG_LENGTH, UploadState,
 MAX_METRICS_A_BATCH = 1000
 MAX_ITEMS_A_BATCH = 100
 UID_TAG = "rlrecipes.uid"
+PARENT_TAG = "mlflow.parentRunId"
 STEP_TAG = "rlrecipes.step"
 CHANGED_PARAM_TAG = "param_after_resume."
 """Before the key of a parameter that a resumed run has another value of: MLflow's parameters cannot change."""
@@ -167,28 +169,12 @@ class Uploader:
 
     def _find_or_create(self) -> Any:
         record = self._state.record
-        experiment_id = self._ensure_experiment(record.experiment)
-        found = self._client.search_runs([experiment_id], f"tags.`{UID_TAG}` = '{record.uid}'", max_results=1)
-        if found:
-            return found[0]
-        return self._client.create_run(experiment_id, tags={UID_TAG: record.uid}, run_name=record.run_name)
-
-    def _ensure_experiment(self, name: str) -> str:
-        experiment = self._client.get_experiment_by_name(name)
-        if experiment is None:
-            sqlite_path = _to_sqlite_path(self._state.record.tracking_uri)
-            location = None
-            if sqlite_path is not None:
-                location = (sqlite_path.resolve().parent / "mlartifacts" / quote(name, safe="")).as_uri()
-            try:
-                return str(self._client.create_experiment(name, artifact_location=location))
-            except Exception as error:  # another run may have made it meanwhile
-                experiment = self._client.get_experiment_by_name(name)
-                if experiment is None:
-                    raise error from None
-        if experiment.lifecycle_stage != "active":
-            self._client.restore_experiment(experiment.experiment_id)
-        return str(experiment.experiment_id)
+        experiment_id = ensure_experiment(self._client, record.tracking_uri, record.experiment)
+        tags = {}
+        if record.parent_uid:
+            parent = find_or_create_run(self._client, experiment_id, record.parent_uid, record.parent_name)
+            tags[PARENT_TAG] = parent.info.run_id
+        return find_or_create_run(self._client, experiment_id, record.uid, record.run_name, tags)
 
     def _move_changed_params(self, on_server: dict[str, str]) -> None:
         known = [item for item in self._state.pending("params") if item.key in on_server]
@@ -266,6 +252,54 @@ class Uploader:
             if getattr(error, "error_code", "") not in _REFUSALS:
                 raise
             LOGGER.warning("MLflow refused %s (%s); they are only in the run directory", what, error)
+
+
+def ensure_experiment(client: Any, tracking_uri: str, name: str) -> str:
+    """The id of an experiment, made or restored where it is missing.
+
+    Args:
+        client: from :func:`build_client`.
+        tracking_uri: of the same.
+        name: of the experiment.
+
+    Raises:
+        Exception: whatever MLflow raises when the server is away.
+    """
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        sqlite_path = _to_sqlite_path(tracking_uri)
+        location = None
+        if sqlite_path is not None:
+            location = (sqlite_path.resolve().parent / "mlartifacts" / quote(name, safe="")).as_uri()
+        try:
+            return str(client.create_experiment(name, artifact_location=location))
+        except Exception as error:  # another run may have made it meanwhile
+            experiment = client.get_experiment_by_name(name)
+            if experiment is None:
+                raise error from None
+    if experiment.lifecycle_stage != "active":
+        client.restore_experiment(experiment.experiment_id)
+    return str(experiment.experiment_id)
+
+
+def find_or_create_run(
+    client: Any, experiment_id: str, uid: str, name: str, tags: Mapping[str, str] = MappingProxyType({})
+) -> Any:
+    """The one run of a uid; of several that were made at once the oldest, so that all find the same.
+
+    Args:
+        client: from :func:`build_client`.
+        experiment_id: where it belongs.
+        uid: of the run.
+        name: of a new one.
+        tags: of a new one.
+
+    Raises:
+        Exception: whatever MLflow raises when the server is away.
+    """
+    query, order = f"tags.`{UID_TAG}` = '{uid}'", ["attributes.start_time ASC"]
+    found = client.search_runs([experiment_id], query, max_results=1, order_by=order)
+    return found[0] if found else client.create_run(experiment_id, tags={UID_TAG: uid, **tags}, run_name=name)
 
 
 class LogTail:
