@@ -154,7 +154,9 @@ def _is_active(state: str) -> bool:
 def _read_states(numbers: Sequence[str]) -> dict[str, tuple[str, str]]:
     """From squeue, which knows ended ones for some minutes too; older ones from sacct, where it has accounts."""
     states = dict(_parse(_run("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r")))
-    forgotten = [number for number in numbers if number not in states]
+    for number in numbers:  # of an array's tasks that were cancelled before they began it keeps the array alone
+        states.setdefault(number, states.get(number.partition("_")[0], (UNKNOWN, "")))
+    forgotten = [number for number in numbers if states[number][0] == UNKNOWN]
     if forgotten:
         asked = f"--jobs={','.join(forgotten)}"
         done = _run("sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State,Reason", asked)
