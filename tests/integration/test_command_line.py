@@ -459,9 +459,11 @@ def test_a_model_is_evaluated_by_the_engine(shell, recipe):
 @pytest.fixture(scope="module")
 def runs_dir(tmp_path_factory):
     from rlrecipes.tracking.tracker import build_tracker
+    from rlrecipes.tracking.uploader import build_client
 
     root = tmp_path_factory.mktemp("compare") / "runs"
     root.mkdir()
+    build_client(f"sqlite:///{root / 'mlflow.db'}")  # its tables take longer on a busy host than a run waits at its end
     for name, lr, gain in (("slow", 0.1, 0.1), ("fast", 0.2, 0.4)):
         tracker = build_tracker(root / name, f"sqlite:///{root / 'mlflow.db'}", "rlrecipes", name)
         tracker.log_plan({"name": name, "trainer": {"optim": {"lr": lr}}, "seed": 5}, "name: x\n", "")
