@@ -34,7 +34,7 @@ def installed(built, tmp_path_factory):
     return site
 
 
-@pytest.fixture(scope="module", params=["*.whl", "*.tar.gz"])
+@pytest.fixture(scope="module", params=["*.whl", pytest.param("*.tar.gz", marks=pytest.mark.slow)])
 def user(request, built, tmp_path_factory):
     """The environment of a user: a new venv with the wheel, or the sdist, and what they ask for from our own."""
     directory = tmp_path_factory.mktemp("user")
