@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 from rlrecipes.config.compose import compose
 from rlrecipes.plan.hosts import FoundHost
 from rlrecipes.plan.nodes import HostNode
 from rlrecipes.plan.resolve import resolve
 from rlrecipes.runner.cluster import NODE_LABEL, match_nodes, to_ray_hosts
 
+NUMBERS = count()
 # As ray.nodes() of 2.60 gave it, less its ports and paths; the machine beside it had left.
 NODES = [
     {
@@ -50,7 +53,14 @@ def plan_over(*names):
 
 def node(name, num_gpus, label=None, is_alive=True):
     labels = {} if label is None else {NODE_LABEL: str(label)}
-    return {"NodeManagerHostname": name, "Alive": is_alive, "Resources": {"GPU": num_gpus}, "Labels": labels}
+    number = f"{next(NUMBERS)}"
+    return {
+        "NodeID": number,
+        "NodeManagerHostname": name,
+        "Alive": is_alive,
+        "Resources": {"GPU": num_gpus},
+        "Labels": labels,
+    }
 
 
 def test_machines_of_a_plan_are_found_by_name_then_by_their_gpus():
