@@ -64,7 +64,7 @@ def _describe(records: Sequence[MetricRecord], predicted: Mapping[str, Any] | No
     if _find_most(records, "system/gpu_memory_bytes") is None:
         told.append("No GPU was watched.")
     else:
-        told.append("Measured is what the driver says is taken by all processes of the head node, looked at twice a s.")
+        told.append("Measured: what the driver says is taken by all processes of the head node, twice a second.")
     host = _find_most(records, "system/memory_bytes")
     if host is not None:
         told.append(f"The head node had at most {host / _GIB:.1f} GiB of its main memory in use, by all its processes.")
