@@ -36,6 +36,9 @@ def run_sweep(arguments: Sequence[str], shared: Sequence[str]) -> None:
         Interrupted: a signal stopped it.
     """
     base = _resolve_base(arguments, shared)
+    if any(word.startswith("hydra/sweeper=") and word != "hydra/sweeper=basic" for word in arguments):
+        _run_asked(arguments, base or resolve_recipe(_compose_base(arguments, shared)))
+        return
     plans = _collect(arguments)
     if not plans:
         return  # Hydra was asked for something else than to run: --cfg, --help
@@ -53,6 +56,22 @@ def run_sweep(arguments: Sequence[str], shared: Sequence[str]) -> None:
     _tell(points)
 
 
+def _run_asked(arguments: Sequence[str], base: Plan) -> None:
+    """A sweep whose sweeper asks for its points one after another: each is judged when it is asked for."""
+    if "hydra/launcher=slurm" in arguments:
+        fix = "leave it out, or use hydra/launcher=joblib, inside of one job"
+        raise InputError("hydra/launcher", "is slurm, which ends before a point does; this sweeper waits for each", fix)
+    record = find_sweep(Path(base.runs_dir), base.name)
+    record.register([], base.to_yaml())
+    print(f"sweep {record.directory.name}, kept in {record.directory}", flush=True)
+    try:
+        _upload(record, record.read(), base)
+        run_hydra_app(_run_point, arguments, _Naming(record))
+    finally:
+        _upload(record, record.read(), base)
+    _tell(record.read())
+
+
 def _upload(record: SweepRecord, points: Sequence[Point], plan: Plan) -> None:
     from rlrecipes.runner.build import to_tracking_uri
 
@@ -63,12 +82,16 @@ def _upload(record: SweepRecord, points: Sequence[Point], plan: Plan) -> None:
 
 def _resolve_base(arguments: Sequence[str], shared: Sequence[str]) -> Plan | None:
     """What no point changes; a recipe that needs a swept value has none."""
-    words = [word for word in shared if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
-    directories = config_dirs_of(arguments)
     try:
-        return resolve_recipe(compose(words, directories[0] if directories else None))
+        return resolve_recipe(_compose_base(arguments, shared))
     except ConfigError:
         return None
+
+
+def _compose_base(arguments: Sequence[str], shared: Sequence[str]) -> ComposedRecipe:
+    words = [word for word in shared if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    directories = config_dirs_of(arguments)
+    return compose(words, directories[0] if directories else None)
 
 
 def _collect(arguments: Sequence[str]) -> dict[tuple[str, ...], Plan]:
@@ -118,14 +141,22 @@ class _Naming:
     """Gives a point its run, wherever it is composed, and leaves out those that have finished."""
 
     def __init__(self, record: SweepRecord) -> None:
-        self._record = record
+        self.record = record
+
+    def register(self, recipe: ComposedRecipe) -> Point:
+        """Number one more point; what the sweep knows keeps its number.
+
+        Raises:
+            ConfigError: it is no recipe that can run.
+        """
+        return self.record.register([_to_point(recipe.overrides, resolve_recipe(recipe))], None)[0]
 
     def __call__(self, overrides: Sequence[str]) -> dict[str, str] | None:
-        point = self._record.find(overrides)
+        point = self.record.find(overrides)
         if point.state is PointState.FINISHED and Path(point.run_dir).is_dir():
             print(f"{point.run_name}: finished, skipped", flush=True)
             return None
-        return {"name": point.run_name, "tracking.sweep": self._record.directory.name}
+        return {"name": point.run_name, "tracking.sweep": self.record.directory.name}
 
 
 def _run_point(recipe: ComposedRecipe) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlrecipes.cli.flags import take_format
 from rlrecipes.config.compose import ComposedRecipe, run_hydra_app, split_sweep
+from rlrecipes.errors import InputError
 from rlrecipes.runner.resolution import resolve_recipe
 
 
@@ -12,11 +13,16 @@ def run(arguments: list[str]) -> None:
 
     Args:
         arguments: overrides, Hydra's flags, and ``--format json``, which tells problems as JSON.
+
+    Raises:
+        InputError: a sweeper is named, and nothing is swept.
     """
     words = list(arguments)
     take_format(words, ("text", "json"), "text")
     parts = split_sweep(words)
     if parts is None:
+        if any(word.startswith("hydra/sweeper=") for word in words):
+            raise InputError("hydra/sweeper", "is only for a sweep", "add -m, or leave it out")
         run_hydra_app(_train, words, can_submit=True)
         return
     from rlrecipes.cli.sweep import run_sweep

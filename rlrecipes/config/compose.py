@@ -20,6 +20,7 @@ import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -142,9 +143,9 @@ def run_hydra_app(
 
     config_dirs = config_dirs_of(arguments)
     words = _prepare_arguments(arguments, config_dirs)
+    setattr(run_one, NAME_POINT, name_point)
     if can_submit:
         setattr(run_one, CAN_SUBMIT, True)
-        setattr(run_one, NAME_POINT, name_point)
         words = _imply_multirun(words)
     sys.argv = [sys.argv[0], *words]
     app = hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="config")(run_one)
@@ -180,6 +181,57 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[str]] | None:
             continue
         (swept if parsed.is_sweep_override() else shared).append(word)
     return shared, swept
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Numbers between two, as ``interval(low, high)`` says; ``tag(log, ...)`` spreads them by their logarithm."""
+
+    low: float
+    high: float
+    is_log: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """What a sweep searches.
+
+    Attributes:
+        fixed: words that all points share.
+        dimensions: key as Hydra gets it -> the values of a choice or range, or an interval.
+    """
+
+    fixed: tuple[str, ...]
+    dimensions: Mapping[str, tuple[str, ...] | Interval]
+
+    def to_words(self, values: Mapping[str, object]) -> list[str]:
+        """Overrides of a point.
+
+        Args:
+            values: of the dimensions.
+        """
+        return [*self.fixed, *(f"{key}={value}" for key, value in values.items())]
+
+
+def read_search_space(words: Sequence[str]) -> SearchSpace:
+    """What a sweep's overrides span.
+
+    Args:
+        words: as Hydra gives them to a sweeper.
+    """
+    fixed: list[str] = []
+    dimensions: dict[str, tuple[str, ...] | Interval] = {}
+    for word in words:
+        parsed = parse_override(word)
+        value = parsed.value()
+        if isinstance(value, IntervalSweep):
+            assert value.start is not None and value.end is not None  # Hydra's grammar has both
+            dimensions[parsed.get_key_element()] = Interval(float(value.start), float(value.end), "log" in value.tags)
+        elif parsed.is_sweep_override():
+            dimensions[parsed.get_key_element()] = tuple(map(str, parsed.sweep_string_iterator()))
+        else:
+            fixed.append(word)
+    return SearchSpace(tuple(fixed), dimensions)
 
 
 def compose_jobs(

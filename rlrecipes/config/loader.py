@@ -125,7 +125,11 @@ class _Loader(ConfigLoaderImpl):
         texts = {file: _read(file) for root in find_roots(sources) for file in (to_file(root, path) for path in paths)}
         if len(_REMEMBERED) >= _MAX_REMEMBERED:
             _REMEMBERED.clear()
-        known = _Remembered(pickle.dumps(config, pickle.HIGHEST_PROTOCOL), self._defaults, groups, texts)
+        try:
+            pickled = pickle.dumps(config, pickle.HIGHEST_PROTOCOL)
+        except pickle.PicklingError:  # a plugin's class, of a module that Hydra has imported once more since
+            return None
+        known = _Remembered(pickled, self._defaults, groups, texts)
         _REMEMBERED[name] = known
         return known
 

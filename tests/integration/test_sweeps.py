@@ -64,6 +64,20 @@ def test_a_point_that_fails_stops_no_other(shell):
     assert shell.leftovers() == []
 
 
+def test_optuna_asks_for_points_and_goes_on(shell):
+    asked = ["hydra/sweeper=optuna", "hydra.sweeper.num_points=2", "hydra.sweeper.metric=reward/mean"]
+    command = ["train", "-m", *RUN, *asked, "optim.lr=tag(log,interval(1e-5,1e-3))"]
+    assert "only for a sweep" in shell.run("train", *RUN, *asked, code=2)
+    assert "waits for each" in shell.run(*command, "hydra/launcher=slurm", code=2)
+    shell.run(*command, fate="rlrecipes.runner.loop:Loop._learn_from_rollouts:4:SIGINT", code=130)
+    assert states(shell) == {"swept-0": "finished", "swept-1": "interrupted"}
+    output = shell.run(*command)
+    assert "swept-1: reward/mean" in output and "swept-0: step" not in output
+    assert states(shell) == {"swept-0": "finished", "swept-1": "finished"}
+    assert "step 2/2" not in shell.run(*command)  # there are as many as were asked for
+    assert shell.leftovers() == []
+
+
 @pytest.mark.slow
 def test_points_run_side_by_side(shell):
     side_by_side = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
