@@ -33,11 +33,12 @@ class SlurmLauncher(Launcher):
         from rlrecipes.errors import ConfigError
         from rlrecipes.runner.submission import submit
 
-        if not getattr(self._task, CAN_SUBMIT, False):
+        asked = getattr(self._task, CAN_SUBMIT, False)
+        if not asked:
             raise ConfigError("hydra/launcher", "is slurm; only `train` is submitted", "leave it out, or use train")
         name_point, loader = getattr(self._task, NAME_POINT, None), self._context.config_loader
         recipes = compose_jobs(loader, self._config, job_overrides, initial_job_idx, name_point)
         options = OmegaConf.to_container(self._config.hydra.launcher, resolve=True)
         if recipes:  # of a sweep that goes on all may have finished
-            submit(recipes, options, Path(self._config.hydra.sweep.dir))
+            submit(recipes, options, Path(self._config.hydra.sweep.dir), should_submit=asked == "submit")
         return [JobReturn(overrides=list(job), status=JobStatus.COMPLETED) for job in job_overrides]

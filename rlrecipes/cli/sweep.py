@@ -39,7 +39,12 @@ def run_sweep(arguments: Sequence[str], shared: Sequence[str]) -> None:
     if any(word.startswith("hydra/sweeper=") and word != "hydra/sweeper=basic" for word in arguments):
         _run_asked(arguments, base or resolve_recipe(_compose_base(arguments, shared)))
         return
-    plans = _collect(arguments)
+    try:
+        plans = _collect(arguments)
+    except ConfigError:
+        if "hydra/launcher=slurm" in arguments:  # tells these with what is wrong with its own options
+            run_hydra_app(_run_point, arguments, can_submit="judge")
+        raise
     if not plans:
         return  # Hydra was asked for something else than to run: --cfg, --help
     first = next(iter(plans.values()))
@@ -49,7 +54,7 @@ def run_sweep(arguments: Sequence[str], shared: Sequence[str]) -> None:
     numbers = {point.number for point in points}
     try:
         _upload(record, points, first)
-        run_hydra_app(_run_point, arguments, _Naming(record), can_submit=True)
+        run_hydra_app(_run_point, arguments, _Naming(record), can_submit="submit")
     finally:
         points = [point for point in record.read() if point.number in numbers]
         _upload(record, points, first)

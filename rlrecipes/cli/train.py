@@ -23,7 +23,7 @@ def run(arguments: list[str]) -> None:
     if parts is None:
         if any(word.startswith("hydra/sweeper=") for word in words):
             raise InputError("hydra/sweeper", "is only for a sweep", "add -m, or leave it out")
-        run_hydra_app(_train, words, can_submit=True)
+        run_hydra_app(_train, words, can_submit="submit")
         return
     from rlrecipes.cli.sweep import run_sweep
 

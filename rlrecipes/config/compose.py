@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises instead of printing and exiting
 
@@ -42,7 +42,7 @@ CONFIG_MODULE = "rlrecipes.conf"
 COMPOSITION = "composition"
 """What refuses words and groups that do not make a recipe, in ``Problem.rule``."""
 CAN_SUBMIT = "can_submit"
-"""Attribute of the function that Hydra runs: whether launchers may train elsewhere instead of calling it."""
+"""Attribute of the function that Hydra runs: :func:`run_hydra_app`'s."""
 NAME_POINT = "name_point"
 """Attribute of the same: :func:`run_hydra_app`'s."""
 _CONF_DIR = Path(__file__).parent.parent / "conf"
@@ -110,7 +110,7 @@ def run_hydra_app(
     arguments: Sequence[str],
     name_point: NamePoint | None = None,
     *,
-    can_submit: bool = False,
+    can_submit: Literal[False, "judge", "submit"] = False,
 ) -> None:
     """Run ``task`` once per composed recipe, under Hydra's own command line (-m, --cfg, --config-dir, completion).
 
@@ -120,7 +120,8 @@ def run_hydra_app(
         arguments: the command line after the verb.
         name_point: of a sweep: overrides of a point -> values of its own, by dotted path; None leaves the point out. By
             default points are numbered, since runs of one sweep must not share a directory.
-        can_submit: whether a launcher may train the recipes elsewhere, instead of calling ``task``.
+        can_submit: whether a launcher may train the recipes elsewhere, instead of calling ``task``; ``judge``: it only
+            tells what is wrong with them and its options.
 
     Raises:
         ConfigError: every problem found.
@@ -145,7 +146,7 @@ def run_hydra_app(
     words = _prepare_arguments(arguments, config_dirs)
     setattr(run_one, NAME_POINT, name_point)
     if can_submit:
-        setattr(run_one, CAN_SUBMIT, True)
+        setattr(run_one, CAN_SUBMIT, can_submit)
         words = _imply_multirun(words)
     sys.argv = [sys.argv[0], *words]
     app = hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="config")(run_one)

@@ -35,13 +35,14 @@ _WHERE = "hydra.launcher"
 _TIMEOUT_S = 60.0
 
 
-def submit(recipes: Sequence[ComposedRecipe], options: Any, sweep_dir: Path) -> None:
+def submit(recipes: Sequence[ComposedRecipe], options: Any, sweep_dir: Path, *, should_submit: bool = True) -> None:
     """Submit every recipe as a job, those of a sweep as arrays; or print the scripts.
 
     Args:
         recipes: composed.
         options: of the launcher, plain data.
         sweep_dir: takes the scripts of arrays.
+        should_submit: False only judges.
 
     Raises:
         ConfigError: every problem of every recipe, of the options and the partition; nothing was submitted.
@@ -66,6 +67,8 @@ def submit(recipes: Sequence[ComposedRecipe], options: Any, sweep_dir: Path) -> 
     problems |= dict.fromkeys(_find_used_directories(plans))
     if problems:
         raise ConfigError.from_problems(list(problems))
+    if not should_submit:
+        return
     jobs = list(_to_jobs(plans, config, partitions, sweep_dir))
     if config.preview:
         for job in jobs:
