@@ -73,7 +73,8 @@ def test_every_metric_of_the_catalogue_is_logged_by_some_run(stages):
     runs = ("quickstart_sft", "quickstart_grpo", "quickstart_ppo")
     logged = {name for run in runs for _, m in raw_metrics(stages, run) for name in m}
     found = {metric.name for name in logged if (metric := find_metric(name))}
-    assert {metric.name for metric in iterate_metrics()} - found == set()
+    expected = {metric.name for metric in iterate_metrics()} - found
+    assert all(name.startswith("system/gpu_") for name in expected), expected  # of GPUs, which are not here
 
 
 @pytest.mark.parametrize("name", ["quickstart_sft", "quickstart_grpo"])
@@ -83,7 +84,8 @@ def test_mlflow_has_one_run_with_the_numbers_of_the_file(stages, name):
     assert run.status == "FINISHED"
     assert run.params["schedule.prompts_per_step"] == "4"
     expected = {step: metrics[metric] for step, metrics in raw_metrics(stages, name) if metric in metrics}
-    assert {record.step: record.metrics[metric] for record in run.records} == pytest.approx(expected)
+    found = {record.step: record.metrics[metric] for record in run.records if metric in record.metrics}
+    assert found == pytest.approx(expected)
 
 
 def test_the_closing_words_tell_what_was_learned(stages):

@@ -123,7 +123,8 @@ def test_a_project_is_not_made_where_a_file_is(user):
 def test_hydra_finds_our_launcher(installed, tmp_path):
     where = "import hydra_plugins.rlrecipes.slurm_launcher as found; print(found.__file__)"
     environment = os.environ | {"PYTHONPATH": str(installed)}
-    done = subprocess.run([sys.executable, "-c", where], env=environment, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", where]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith(str(installed)), done.stderr
     words = ("cluster=h100_8", "topology=colocated", "model=qwen3_4b", "parallel.data_parallel_size=8")
     options = ("hydra/launcher=slurm", "hydra.launcher.preview=true", "hydra.launcher.sbatch.account=rl")
