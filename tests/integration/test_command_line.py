@@ -327,32 +327,6 @@ class TestSweeps:
         assert error.startswith("seed (set in override seed=-2): is -2")
 
 
-class TestCompletion:
-    def complete(self, shell: CommandLine, line: str) -> set[str]:
-        """What bash offers, asked as bash asks."""
-        words = line.split(" ")
-        script = (
-            'eval "$(rlrecipes -sc install=bash)" || exit 1; '
-            f"COMP_LINE={line!r} COMP_POINT={len(line)} COMP_CWORD={len(words) - 1}; "
-            'hydra_bash_completion; printf "%s\\n" "${COMPREPLY[@]}"'
-        )
-        env = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
-        command = ["bash", "-c", script]
-        done = subprocess.run(command, cwd=shell.cwd, env=env, capture_output=True, text=True, check=True)
-        assert done.stderr == ""
-        return set(done.stdout.split())
-
-    def test_verbs(self, shell):
-        offered = {"train", "plan", "run", "eval", "compare", "diff", "explain", "search", "calibrate"}
-        assert self.complete(shell, "rlrecipes ") == offered
-
-    def test_options_of_a_group(self, shell):
-        assert self.complete(shell, "rlrecipes train algo=g") == {"algo=grpo", "algo=gspo"}
-
-    def test_keys_of_a_section(self, shell):
-        assert self.complete(shell, f"rlrecipes plan {SFT} optim.adam_b") == {"optim.adam_beta1=", "optim.adam_beta2="}
-
-
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
