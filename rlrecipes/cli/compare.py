@@ -108,12 +108,11 @@ def _load_sweep(word: str, runs_dir: Path | None, uri: str, metrics: Sequence[st
 
     for place in [Path(word), *([runs_dir / SWEEPS_DIR / word] if runs_dir else [])]:
         of_points = [Path(point.run_dir) for point in SweepRecord(place).read()]
-        if any(map(is_run_directory, of_points)):
-            return [_read(directory) for directory in of_points if is_run_directory(directory)]
+        if directories := list(filter(is_run_directory, of_points)):
+            return [_read(directory) for directory in directories]
     if not Path(word).is_dir():
         return load_children(uri, word, metrics)
-    directories = find_run_directories(Path(word))
-    if not directories:
+    if not (directories := find_run_directories(Path(word))):
         raise InputError("--sweep", f"{word} holds no run", "name the directory that holds the runs' directories")
     return [_read(directory) for directory in directories]
 

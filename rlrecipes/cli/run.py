@@ -53,6 +53,15 @@ def run_and_tell(plan: Plan) -> None:
         _run_and_tell(plan)
 
 
+def describe_failure(error: BaseException) -> str:
+    """What is said of a point that failed.
+
+    Args:
+        error: that ended it.
+    """
+    return str(error) if isinstance(error, RecipeError) else f"internal error: {type(error).__name__}: {error}"
+
+
 @contextmanager
 def _keep_state(plan: Plan) -> Iterator[None]:
     found = find_point(Path(plan.runs_dir), plan.tracking.sweep, Path(plan.run_dir))
@@ -66,11 +75,8 @@ def _keep_state(plan: Plan) -> Iterator[None]:
     except Interrupted:
         record.set_state(point, PointState.INTERRUPTED)
         raise
-    except RecipeError as error:
-        record.set_state(point, PointState.FAILED, str(error))
-        raise
     except BaseException as error:
-        record.set_state(point, PointState.FAILED, f"internal error: {type(error).__name__}: {error}")
+        record.set_state(point, PointState.FAILED, describe_failure(error))
         raise
     record.set_state(point, PointState.FINISHED)
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rlrecipes.config.compose import ComposedRecipe, compose, config_dirs_of, run_hydra_app
-from rlrecipes.errors import ConfigError, InputError, Problem, RecipeError, RunError
+from rlrecipes.errors import ConfigError, InputError, Problem, RunError
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.runner.resolution import resolve_recipe
 from rlrecipes.tracking.sweeps import Point, PointState, SweepRecord, find_sweep, upload_sweep
@@ -52,13 +52,7 @@ def run_sweep(arguments: Sequence[str], shared: Sequence[str]) -> None:
     points = record.register([_to_point(*item) for item in plans.items()], base.to_yaml() if base else None)
     print(f"sweep {record.directory.name}: {len(points)} points, kept in {record.directory}", flush=True)
     numbers = {point.number for point in points}
-    try:
-        _upload(record, points, first)
-        run_hydra_app(_run_point, arguments, _Naming(record), can_submit="submit")
-    finally:
-        points = [point for point in record.read() if point.number in numbers]
-        _upload(record, points, first)
-    _tell(points)
+    _run_points(arguments, record, first, lambda point: point.number in numbers, can_submit="submit")
 
 
 def _run_asked(arguments: Sequence[str], base: Plan) -> None:
@@ -69,12 +63,28 @@ def _run_asked(arguments: Sequence[str], base: Plan) -> None:
     record = find_sweep(Path(base.runs_dir), base.name)
     record.register([], base.to_yaml())
     print(f"sweep {record.directory.name}, kept in {record.directory}", flush=True)
+    _run_points(arguments, record, base, lambda _: True)
+
+
+def _run_points(
+    arguments: Sequence[str],
+    record: SweepRecord,
+    plan: Plan,
+    is_asked: Callable[[Point], bool],
+    *,
+    can_submit: Literal[False, "submit"] = False,
+) -> None:
+    """Have Hydra run them, and tell MLflow before and after, and the caller at the end, how those asked for stand."""
+
+    def read() -> list[Point]:
+        return [point for point in record.read() if is_asked(point)]
+
     try:
-        _upload(record, record.read(), base)
-        run_hydra_app(_run_point, arguments, _Naming(record))
+        _upload(record, read(), plan)
+        run_hydra_app(_run_point, arguments, _Naming(record), can_submit=can_submit)
     finally:
-        _upload(record, record.read(), base)
-    _tell(record.read())
+        _upload(record, read(), plan)
+    _tell(read())
 
 
 def _upload(record: SweepRecord, points: Sequence[Point], plan: Plan) -> None:
@@ -166,13 +176,12 @@ class _Naming:
 
 def _run_point(recipe: ComposedRecipe) -> None:
     """One that fails leaves the others to run; its record says why."""
-    from rlrecipes.cli.run import run_and_tell
+    from rlrecipes.cli.run import describe_failure, run_and_tell
 
     try:
         run_and_tell(resolve_recipe(recipe))
     except Exception as error:
-        says = str(error) if isinstance(error, RecipeError) else f"internal error: {type(error).__name__}: {error}"
-        print(f"{recipe.config.name} failed: {says}", flush=True)
+        print(f"{recipe.config.name} failed: {describe_failure(error)}", flush=True)
 
 
 def _tell(points: Sequence[Point]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlrecipes.cli.flags import take_format
-from rlrecipes.config.compose import ComposedRecipe, run_hydra_app, split_sweep
+from rlrecipes.config.compose import ComposedRecipe, find_shared, run_hydra_app
 from rlrecipes.errors import InputError
 from rlrecipes.runner.resolution import resolve_recipe
 
@@ -19,15 +19,15 @@ def run(arguments: list[str]) -> None:
     """
     words = list(arguments)
     take_format(words, ("text", "json"), "text")
-    parts = split_sweep(words)
-    if parts is None:
+    shared = find_shared(words)
+    if shared is None:
         if any(word.startswith("hydra/sweeper=") for word in words):
             raise InputError("hydra/sweeper", "is only for a sweep", "add -m, or leave it out")
         run_hydra_app(_train, words, can_submit="submit")
         return
     from rlrecipes.cli.sweep import run_sweep
 
-    run_sweep(words, parts[0])
+    run_sweep(words, shared)
 
 
 def _train(recipe: ComposedRecipe) -> None:

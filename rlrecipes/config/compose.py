@@ -160,28 +160,23 @@ def run_hydra_app(
         raise _explain(error) from error
 
 
-def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Overrides of a command line that all points of its sweep share, and those that are swept.
+def find_shared(arguments: Sequence[str]) -> list[str] | None:
+    """Overrides of a command line that all points of its sweep share, as they were given; None where it is no sweep.
 
     Args:
         arguments: the command line after the verb.
-
-    Returns:
-        Both as they were given; None where it is no sweep.
     """
     words = [word for word in arguments if _is_override(word)]
     if not {"-m", "--multirun"} & set(arguments) and "hydra.mode=MULTIRUN" not in words:
         return None
-    shared: list[str] = []
-    swept: list[str] = []
-    for word in words:
-        try:
-            parsed = parse_override(word)
-        except HydraException:
-            shared.append(word)  # told when it is composed
-            continue
-        (swept if parsed.is_sweep_override() else shared).append(word)
-    return shared, swept
+    return [word for word in words if not _is_swept(word)]
+
+
+def _is_swept(word: str) -> bool:
+    try:
+        return bool(parse_override(word).is_sweep_override())
+    except HydraException:
+        return False  # told when it is composed
 
 
 @dataclass(frozen=True, slots=True)

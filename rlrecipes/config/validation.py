@@ -6,6 +6,7 @@ import json
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from rlrecipes.config.origins import Origins, origin_of
 from rlrecipes.config.schema import RunConfig, Section
-from rlrecipes.errors import Problem, name_rule
+from rlrecipes.errors import ConfigError, Problem, name_rule
 from rlrecipes.suggest import did_you_mean, nearest
 
 SCHEMA = "schema"
@@ -55,6 +56,25 @@ def to_problems(
         root: the schema.
     """
     return name_rule((_to_problem(details, data, origins, root) for details in error.errors()), SCHEMA)
+
+
+def read_options[S: Section](schema: type[S], options: Mapping[str, Any], where: str) -> S:
+    """Options of one of our Hydra plugins, judged.
+
+    Args:
+        schema: what they may be.
+        options: as the recipe has them, ``_target_`` among them.
+        where: dotted path of the plugin.
+
+    Raises:
+        ConfigError: every option that is wrong.
+    """
+    data = {name: value for name, value in options.items() if name != "_target_"}
+    try:
+        return schema.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        found = to_problems(error, data, {}, schema)
+        raise ConfigError.from_problems([replace(one, where=f"{where}.{one.where}") for one in found]) from error
 
 
 def _unset(value: Any, path: str) -> Iterator[str]:

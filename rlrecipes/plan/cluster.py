@@ -131,9 +131,7 @@ def check_is_here(plan: Plan) -> None:
         return
     here = read_local_host()
     source, there = plan.cluster.source, plan.hosts[0]
-    used = [device.gpu for device in plan.trainer.devices if device.gpu is not None]
-    used += [d.gpu for m in plan.served_models for e in m.engines for d in e.devices if d.gpu is not None]
-    num_needed = there.num_gpus if source == "described" else max(used, default=-1) + 1
+    num_needed = there.num_gpus if source == "described" else plan.num_used_gpus.get(0, 0)
     fix = "start it on such a machine, or resolve it for this one with cluster=host"
     if num_needed > here.node.num_gpus:
         says = f"{plan.cluster.name} says {num_needed} GPUs" if source == "described" else f"needs {num_needed} GPUs"

@@ -26,7 +26,7 @@ from rlrecipes.errors import ConfigError, EngineError, RecipeError, TrainerError
 from rlrecipes.plan.cluster import RAY_ADDRESS, is_on_ray
 from rlrecipes.plan.hosts import SHARED_MEMORY_BYTES, FoundHost
 from rlrecipes.plan.nodes import HostNode, Plan
-from rlrecipes.runner.machines import HostWorker, LocalMachine, Machine
+from rlrecipes.runner.machines import NODE_LABEL, RAY_NODE_ENVIRONMENT, HostWorker, LocalMachine, Machine
 from rlrecipes.runner.rank import RankWorker
 from rlrecipes.runner.reaper import DRIVER_VARIABLE
 
@@ -36,8 +36,6 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-NODE_LABEL = "rlrecipes-node"
-"""Ray's label of a node that was started for one machine of a Plan: its number."""
 _NODES_TIMEOUT_S = 60.0
 _PLACEMENT_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 30.0
@@ -325,7 +323,7 @@ def match_nodes(plan: Plan, nodes: Sequence[Mapping[str, Any]]) -> dict[int, Map
         plan: the Plan.
         nodes: as ``ray.nodes()`` tells them.
     """
-    alive = [node for node in nodes if node["Alive"]]
+    alive = list(_alive(nodes))
     labels = {int(node["Labels"][NODE_LABEL]): node for node in alive if NODE_LABEL in node.get("Labels", {})}
     needs = plan.num_used_gpus
     if labels:
@@ -378,8 +376,7 @@ def _to_environment(plan: Plan) -> dict[str, str]:
         "OMP_NUM_THREADS": str(plan.trainer.num_threads),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
-        "RAY_worker_niceness": "0",  # it would put the trainer behind every other process of the host
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        **RAY_NODE_ENVIRONMENT,
         "HF_HUB_OFFLINE": "1",
         DRIVER_VARIABLE: str(os.getpid()),
     }

@@ -10,6 +10,13 @@ from typing import Protocol
 from rlrecipes.engines.sglang.process import ServerProcess, find_free_port
 
 LOOPBACK = "127.0.0.1"
+NODE_LABEL = "rlrecipes-node"
+"""Ray's label of a node that was started for one machine of a Plan: its number."""
+RAY_NODE_ENVIRONMENT = {
+    "RAY_worker_niceness": "0",  # it would put the trainer behind every other process of the host
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""What a node of Ray's is started with, whoever starts it."""
 
 
 class Machine(Protocol):

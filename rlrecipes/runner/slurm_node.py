@@ -25,11 +25,12 @@ import time
 from pathlib import Path
 
 from rlrecipes.engines.sglang.process import find_free_port, read_log_tail
+from rlrecipes.plan.hosts import SHARED_MEMORY_BYTES
 from rlrecipes.plan.nodes import Plan, load_plan
 from rlrecipes.plan.sbatch import REQUEUE_CODE
+from rlrecipes.runner.machines import NODE_LABEL, RAY_NODE_ENVIRONMENT
 from rlrecipes.runner.reaper import DRIVER_VARIABLE, kill_left
 
-_NODE_LABEL = "rlrecipes-node"  # as runner/cluster.py reads it
 _STARTED = "Ray runtime started"
 _POLL_INTERVAL_S = 0.2
 _KILL_WAIT_S = 20.0
@@ -149,13 +150,12 @@ class Node:
         host = self._plan.hosts[self._number]
         command = [sys.executable, "-c", _START_RAY, "start", "--block", *words, f"--num-cpus={host.num_cpus}"]
         command += [f"--num-gpus={self._plan.num_used_gpus.get(self._number, 0)}"]
-        command += [f"--labels={_NODE_LABEL}={self._number}", "--object-store-memory=1073741824"]
+        command += [f"--labels={NODE_LABEL}={self._number}", f"--object-store-memory={SHARED_MEMORY_BYTES}"]
         command += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
         command += ["--include-dashboard=false"] if self._number == 0 else []
         environment = os.environ | {
             DRIVER_VARIABLE: str(os.getpid()),
-            "RAY_worker_niceness": "0",  # it would put the trainer behind every other process of the host
-            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            **RAY_NODE_ENVIRONMENT,
             **self._authentication,
         }
         environment.pop("RAY_ADDRESS", None)

@@ -10,12 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from rlrecipes.config.compose import SearchSpace
 from rlrecipes.config.schema.section import NonNegativeInt, PositiveInt, Section
-from rlrecipes.config.validation import to_problems
-from rlrecipes.errors import ConfigError, Problem
+from rlrecipes.config.validation import read_options
+from rlrecipes.errors import ConfigError
 from rlrecipes.suggest import did_you_mean
 from rlrecipes.tracking.log import read_records
 from rlrecipes.tracking.metrics import find_metric, iterate_metrics
@@ -73,29 +71,21 @@ def run_study(
         batch, waiting = waiting[: config.at_once], waiting[config.at_once :]
         if not batch:
             return
-        judged = [number for number, words in batch if _is_registered(study, number, words, register)]
-        runnable = [words for number, words in batch if number in judged]
-        if runnable:
-            launch(runnable, batch[0][0])
-        for number, words in batch:
-            if number in judged:
-                _tell(study, number, record.find(words), config.metric)
+        judged = [(number, words) for number, words in batch if _is_registered(study, number, words, register)]
+        if judged:
+            launch([words for _, words in judged], judged[0][0])
+        for number, words in judged:
+            _tell(study, number, record.find(words), config.metric)
 
 
 def _read_options(options: Any, space: SearchSpace) -> StudyConfig:
-    data = {name: value for name, value in options.items() if name != "_target_"}
     if not space.dimensions:
         fix = "give at least one: optim.lr=interval(1e-5,1e-3), algo=grpo,gspo"
         raise ConfigError("hydra/sweeper", "is optuna, and no value is searched", fix)
-    if data.get("metric") is None:
+    if options.get("metric") is None:
         fix = f"give {_WHERE}.metric=eval/TASK/accuracy; docs/metrics.md has all"
         raise ConfigError(f"{_WHERE}.metric", "is not given", fix)
-    try:
-        config = StudyConfig.model_validate(data)
-    except ValidationError as error:
-        found = to_problems(error, data, {}, StudyConfig)
-        problems = [Problem(f"{_WHERE}.{one.where}", one.problem, one.fix, one.origin, one.rule) for one in found]
-        raise ConfigError.from_problems(problems) from error
+    config = read_options(StudyConfig, options, _WHERE)
     if find_metric(config.metric) is None:
         known = [metric.name for metric in iterate_metrics()]
         raise ConfigError(f"{_WHERE}.metric", f"{config.metric!r} is no metric", did_you_mean(config.metric, known))
@@ -116,19 +106,10 @@ def _build_study(config: StudyConfig, path: Path) -> Any:
     path.parent.mkdir(parents=True, exist_ok=True)
     samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
     storage = JournalStorage(JournalFileBackend(str(path)))
+    study = optuna.create_study(storage=storage, study_name="sweep", load_if_exists=True, direction=config.direction)
     # A continued study must not draw again what it drew.
-    seed = config.seed + sum(len(study.trials) for study in map(_load(storage), optuna.get_all_study_names(storage)))
-    return optuna.create_study(
-        storage=storage,
-        study_name="sweep",
-        load_if_exists=True,
-        direction=config.direction,
-        sampler=samplers[config.sampler](seed=seed),
-    )
-
-
-def _load(storage: Any) -> Callable[[str], Any]:
-    return lambda name: _import_optuna().load_study(study_name=name, storage=storage)
+    study.sampler = samplers[config.sampler](seed=config.seed + len(study.trials))
+    return study
 
 
 def _build_distributions(space: SearchSpace) -> dict[str, Any]:

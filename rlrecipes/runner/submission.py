@@ -20,10 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from rlrecipes.config.compose import ComposedRecipe
-from rlrecipes.config.validation import to_problems
+from rlrecipes.config.validation import read_options
 from rlrecipes.errors import ConfigError, Problem, RunError
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.plan.sbatch import NodeNeeds, SlurmConfig, find_option_problems, render_script, to_needs
@@ -48,7 +46,7 @@ def submit(recipes: Sequence[ComposedRecipe], options: Any, sweep_dir: Path, *, 
         ConfigError: every problem of every recipe, of the options and the partition; nothing was submitted.
         RunError: SLURM took some jobs and refused others; says which.
     """
-    config = _read_options(options)
+    config = read_options(SlurmConfig, options, _WHERE)
     problems = dict.fromkeys(find_option_problems(config))
     if not config.preview and shutil.which("sbatch") is None:
         fix = "run this where SLURM's commands are, or set hydra.launcher.preview=true"
@@ -80,16 +78,6 @@ def submit(recipes: Sequence[ComposedRecipe], options: Any, sweep_dir: Path, *, 
             _write(Path(plan.run_dir) / "slurm" / "plan.yaml", plan.to_yaml())
     _ask_slurm(jobs)
     _submit(jobs, config.max_parallel)
-
-
-def _read_options(options: Any) -> SlurmConfig:
-    data = {name: value for name, value in options.items() if name != "_target_"}
-    try:
-        return SlurmConfig.model_validate_json(json.dumps(data))
-    except ValidationError as error:
-        found = to_problems(error, data, {}, SlurmConfig)
-        problems = [Problem(f"{_WHERE}.{one.where}", one.problem, one.fix, one.origin, one.rule) for one in found]
-        raise ConfigError.from_problems(problems) from error
 
 
 def _find_cluster_problems(plan: Plan, recipe: ComposedRecipe, config: SlurmConfig) -> Iterator[Problem]:

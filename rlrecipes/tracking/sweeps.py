@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import count
 from pathlib import Path
 
 from rlrecipes.errors import InputError, RunError
@@ -114,10 +115,11 @@ class SweepRecord:
             if base_yaml is not None:
                 _replace(self.base_path, base_yaml)
             known = {point.plan_hash: point for point in self.read()}
+            numbers = count(self._find_next_number())
             found = []
             for point in points:
                 old = known.get(point.plan_hash)
-                new = replace(old, overrides=point.overrides) if old else _number(point, self._find_next_number())
+                new = replace(old, overrides=point.overrides) if old else _number(point, next(numbers))
                 known[point.plan_hash] = new
                 self._write(new)
                 found.append(new)

@@ -8,7 +8,8 @@ from rlrecipes.config.compose import compose
 from rlrecipes.plan.hosts import FoundHost
 from rlrecipes.plan.nodes import HostNode
 from rlrecipes.plan.resolve import resolve
-from rlrecipes.runner.cluster import NODE_LABEL, match_nodes, to_ray_hosts
+from rlrecipes.runner.cluster import match_nodes, to_ray_hosts
+from rlrecipes.runner.machines import NODE_LABEL
 
 NUMBERS = count()
 # As ray.nodes() of 2.60 gave it, less its ports and paths; the machine beside it had left.
