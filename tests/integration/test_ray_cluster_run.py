@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
-import time
 
 import pytest
 
 from tests.integration.command_line import SMALL
-from tests.integration.test_ray_nodes import RAY, ray_address  # noqa: F401
+from tests.integration.ray_processes import run_ray
+from tests.integration.test_ray_nodes import ray_address  # noqa: F401
 
 QUICK = [word for word in SMALL if not word.startswith("schedule.")]
 SCHEDULE = ["schedule.prompts_per_step=4", "schedule.save_interval=1", "schedule.eval_interval=0"]
 SCHEDULE += ["schedule.should_eval_before=false", "schedule.should_export_hf=false"]
 
 
-@contextlib.contextmanager
 def another_node(address, log):
-    command = [str(RAY), "start", "--block", f"--address={address}", "--num-cpus=3", "--num-gpus=0"]
-    command += ["--object-store-memory=80000000", "--disable-usage-stats", "--min-worker-port=0", "--max-worker-port=0"]
-    with log.open("w") as output:
-        node = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 120
-        while "Ray runtime started" not in log.read_text():
-            assert node.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
-        yield node
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(node.pid, signal.SIGKILL)
-        node.wait(timeout=30)
+    return run_ray([f"--address={address}", "--num-cpus=3", "--num-gpus=0"], log)
 
 
 @pytest.mark.slow

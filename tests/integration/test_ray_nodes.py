@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +11,7 @@ import pytest
 from rlrecipes.engines.sglang.process import find_free_port
 from rlrecipes.errors import ConfigError
 from rlrecipes.runner.cluster import read_ray_hosts
-
-RAY = Path(sys.executable).parent / "ray"
+from tests.integration.ray_processes import run_ray
 
 
 @pytest.fixture
@@ -24,22 +19,10 @@ def ray_address(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     port = find_free_port()
     with tempfile.TemporaryDirectory(prefix="ray") as scratch:  # its sockets' paths must be short
-        command = [str(RAY), "start", "--head", "--block", f"--port={port}", f"--temp-dir={scratch}"]
-        command += ["--num-cpus=3", "--num-gpus=4", '--resources={"accelerator_type:H200": 1}']
-        command += ["--include-dashboard=false", "--object-store-memory=80000000", "--disable-usage-stats"]
-        command += ["--min-worker-port=0", "--max-worker-port=0"]  # its usual ranges are others' too
-        log = Path(scratch) / "start.log"
-        with log.open("w") as output:
-            head = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-        try:
-            deadline = time.monotonic() + 120
-            while "Ray runtime started" not in log.read_text():
-                assert head.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.2)
+        words = ["--head", f"--port={port}", f"--temp-dir={scratch}", "--include-dashboard=false"]
+        words += ["--num-cpus=3", "--num-gpus=4", '--resources={"accelerator_type:H200": 1}']
+        with run_ray(words, Path(scratch) / "start.log"):
             yield f"127.0.0.1:{port}"
-        finally:
-            os.killpg(head.pid, signal.SIGKILL)
-            head.wait(timeout=30)
 
 
 def test_its_machines_and_their_gpus(ray_address):
