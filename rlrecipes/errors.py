@@ -11,8 +11,8 @@
         |-- CheckpointError         a checkpoint cannot be written or read
         `-- ContractError           a part (ours or a plugin's) broke the protocol it implements
 
-A failed rollout is data (``Rollout.status``), never one of these. ``Interrupted`` stands beside the tree: a signal
-asked the run to stop, and it did so in order.
+A failed rollout is data (``Rollout.status``), never one of these. Beside the tree stand ``Interrupted``, a signal asked
+the run to stop, and ``Pruned``, other points of its sweep are better: the run stopped in order.
 """
 
 from __future__ import annotations
@@ -146,3 +146,11 @@ class Interrupted(BaseException):
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)
         self.signal_number = signal_number
+
+
+class Pruned(Exception):
+    """A point of a sweep is worse than others: it checkpoints, stops its children and ends with code 0.
+
+    Args:
+        reason: by which metric, at which step.
+    """

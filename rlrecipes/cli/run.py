@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlrecipes.errors import ConfigError, InputError, Interrupted, RecipeError
+from rlrecipes.errors import ConfigError, InputError, Interrupted, Pruned, RecipeError
 from rlrecipes.plan.lock import Lock, build_lock, check_lock, read_lock, to_lock_path
 from rlrecipes.plan.nodes import Plan, load_plan
 from rlrecipes.tracking.sweeps import PointState, find_point
@@ -75,6 +75,10 @@ def _keep_state(plan: Plan) -> Iterator[None]:
     except Interrupted:
         record.set_state(point, PointState.INTERRUPTED)
         raise
+    except Pruned as error:
+        record.set_state(point, PointState.PRUNED, str(error))
+        print(f"{plan.name} is stopped early: {error}", flush=True)
+        return
     except BaseException as error:
         record.set_state(point, PointState.FAILED, describe_failure(error))
         raise

@@ -81,7 +81,8 @@ def _run_points(
 
     try:
         _upload(record, read(), plan)
-        run_hydra_app(_run_point, arguments, _Naming(record), can_submit=can_submit)
+        naming = _Naming(record, has_pruner=plan.pruner is not None)
+        run_hydra_app(_run_point, arguments, naming, can_submit=can_submit)
     finally:
         _upload(record, read(), plan)
     _tell(read())
@@ -153,10 +154,14 @@ def _to_point(overrides: tuple[str, ...], plan: Plan) -> Point:
 
 
 class _Naming:
-    """Gives a point its run, wherever it is composed, and leaves out those that have finished."""
+    """Gives a point its run, wherever it is composed, and leaves out those that have finished, or were pruned.
 
-    def __init__(self, record: SweepRecord) -> None:
+    Without the pruner, what it had stopped goes on.
+    """
+
+    def __init__(self, record: SweepRecord, *, has_pruner: bool) -> None:
         self.record = record
+        self._done = (PointState.FINISHED, PointState.PRUNED) if has_pruner else (PointState.FINISHED,)
 
     def register(self, recipe: ComposedRecipe) -> Point:
         """Number one more point; what the sweep knows keeps its number.
@@ -168,8 +173,8 @@ class _Naming:
 
     def __call__(self, overrides: Sequence[str]) -> dict[str, str] | None:
         point = self.record.find(overrides)
-        if point.state is PointState.FINISHED and Path(point.run_dir).is_dir():
-            print(f"{point.run_name}: finished, skipped", flush=True)
+        if point.state in self._done and Path(point.run_dir).is_dir():
+            print(f"{point.run_name}: {point.state}, skipped", flush=True)
             return None
         return {"name": point.run_name, "tracking.sweep": self.record.directory.name}
 

@@ -17,6 +17,7 @@ _EXECUTION = (
     "runs_dir",
     "run_dir",
     "tracking",
+    "pruner",
     "served_models",
     "sync_routes",
     "weight_sync",

@@ -25,6 +25,7 @@ from rlrecipes.config.schema import (
     NativeOptions,
     OptimConfig,
     PlacementKind,
+    PrunerConfig,
     RewardConfig,
     RlConfig,
     RolloutConfig,
@@ -300,6 +301,8 @@ class Plan(Section):
     rollout: RolloutConfig
     schedule: ScheduleConfig
     tracking: TrackingConfig
+    pruner: PrunerConfig | None
+    """What stops the run early, where it is a point of a sweep; a sweep goes on with or without it."""
     notes: tuple[str, ...]
     """What a reader should know: consequences of the choices made."""
     memory: MemoryNode | None
@@ -354,6 +357,7 @@ class Plan(Section):
         data = self.to_execution()
         for name in ("disk_bytes", "gpu_hour_price"):
             del data["cluster"][name]
+        del data["pruner"]
         canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

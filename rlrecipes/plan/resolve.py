@@ -113,6 +113,7 @@ def resolve(
         rollout=config.rollout,
         schedule=config.schedule,
         tracking=config.tracking,
+        pruner=config.pruner,
         notes=(*_notes(config), *_obstacles(model), *notes, *placement.notes, *native.notes),
         memory=memory,
         step_time=compute_step_time(inputs, constants, config.calibration) if inputs and constants else None,
@@ -244,6 +245,8 @@ def _notes(config: RunConfig) -> list[str]:
             notes.append("kl.coef is 0: the KL to the reference is only measured, at the price of one forward pass")
     if config.data.eval_path is None:
         notes.append("nothing is held out: the run cannot say whether it generalises")
+    if config.pruner is not None and config.tracking.sweep is None:
+        notes.append("pruner stops points of a sweep; a run by itself goes to its end")
     if config.weight_sync.verify_interval == 0:
         notes.append("weight syncs are not verified: a tensor that arrives wrong will not be noticed")
     return notes

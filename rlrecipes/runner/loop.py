@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlrecipes.engines.sglang.client import EngineClient
-from rlrecipes.errors import Interrupted
+from rlrecipes.errors import Interrupted, Pruned
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.rollout.collector import Collection, Collector, CollectProgress
 from rlrecipes.rollout.evaluation import EvaluationResult, run_evaluation
@@ -20,6 +20,7 @@ from rlrecipes.runner.build import Inputs
 from rlrecipes.runner.checkpoint import CheckpointStore, RunState
 from rlrecipes.runner.cluster import TrainerGroup
 from rlrecipes.runner.faults import StopRequest
+from rlrecipes.runner.pruning import Pruner
 from rlrecipes.runner.rank import is_sent_by_all
 from rlrecipes.runner.servers import Serving
 from rlrecipes.runner.training import Learner
@@ -51,6 +52,7 @@ class Parts:
     system: SystemSampler
     progress: Progress
     stop: StopRequest
+    pruner: Pruner | None
     serving: Serving | None
     collector: Collector | None
     eval_generator: GroupGenerator | None
@@ -90,12 +92,13 @@ class Loop:
         Raises:
             RunError: something failed; the last checkpoint stands.
             Interrupted: a signal came; a checkpoint of the last complete step was written.
+            Pruned: other points of the sweep are better; the same.
         """
         try:
             await self._run_steps()
             await self._parts.turns.to_trainer()  # what is exported is read from its memory
             return self._step
-        except Interrupted:
+        except (Interrupted, Pruned):
             if (self._step, self._is_evaluation_due) > self._saved:
                 await self._save()
             raise
@@ -108,6 +111,8 @@ class Loop:
             if self._step % schedule.save_interval == 0 or self._step == schedule.num_steps:
                 self._parts.tracker.log_metrics(self._step, {"time/checkpoint_s": await self._save()})
             self._parts.stop.check()
+            if self._parts.pruner is not None and self._step < schedule.num_steps:
+                await asyncio.to_thread(self._parts.pruner.check, self._step)
 
     async def _start(self) -> None:
         """Engines hold the initial weights from disk; a resumed trainer has moved on. One sync settles it."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlrecipes.config.schema import RlConfig
-from rlrecipes.errors import ConfigError, Interrupted, RecipeError, WeightSyncError
+from rlrecipes.errors import ConfigError, Interrupted, Pruned, RecipeError, WeightSyncError
 from rlrecipes.plan.cluster import check_is_here
 from rlrecipes.plan.comparison import compare_plans
 from rlrecipes.plan.facts import find_obstacles
@@ -33,6 +33,7 @@ from rlrecipes.runner.cluster import RayCluster, TrainerGroup
 from rlrecipes.runner.faults import RunLock, StopRequest
 from rlrecipes.runner.loop import Loop, Parts
 from rlrecipes.runner.preparation import run_preparation, write_tasks
+from rlrecipes.runner.pruning import build_pruner
 from rlrecipes.runner.rank import is_sent_by_all
 from rlrecipes.runner.readiness import check_is_ready
 from rlrecipes.runner.servers import Engine, Serving
@@ -72,6 +73,7 @@ def run_plan(plan: Plan) -> RunResult:
         InputError: a file, the run directory or this machine does not fit; nothing was started.
         RunError: the run failed; the last checkpoint stands.
         Interrupted: a signal stopped it in order.
+        Pruned: other points of its sweep are better.
     """
     if obstacles := find_obstacles(plan.model):
         raise ConfigError.from_problems(obstacles)
@@ -169,6 +171,7 @@ async def _run(
             system=system,
             progress=progress,
             stop=stop,
+            pruner=build_pruner(plan),
             serving=serving,
             collector=collector,
             eval_generator=eval_generator,
@@ -195,7 +198,7 @@ def _start_tracker(plan: Plan, state: RunState | None, stack: AsyncExitStack) ->
     tracker = build_run_tracker(plan, state.mlflow_run_id if state else None)
 
     def finish(kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        failed = RunStatus.INTERRUPTED if kind is Interrupted else RunStatus.FAILED
+        failed = RunStatus.INTERRUPTED if kind in (Interrupted, Pruned) else RunStatus.FAILED
         tracker.finish(RunStatus.FINISHED if kind is None else failed, _tell(error))
 
     stack.push(finish)
@@ -221,7 +224,7 @@ def _tell(error: BaseException | None) -> str:
         return ""
     if isinstance(error, Interrupted):
         return f"stopped by {signal.Signals(error.signal_number).name}"
-    return str(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, RecipeError | Pruned) else f"{type(error).__name__}: {error}"
 
 
 async def _start_processes(

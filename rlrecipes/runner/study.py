@@ -137,7 +137,8 @@ def _is_registered(study: Any, number: int, words: list[str], register: Callable
 def _tell(study: Any, number: int, point: Point, metric: str) -> None:
     value = _read_last(Path(point.run_dir), metric) if point.state is PointState.FINISHED else None
     if value is None:
-        study.tell(number, state=_import_optuna().trial.TrialState.FAIL)
+        states = _import_optuna().trial.TrialState
+        study.tell(number, state=states.PRUNED if point.state is PointState.PRUNED else states.FAIL)
         if point.state is PointState.FINISHED:
             print(f"{point.run_name} logged no {metric}", flush=True)
         return

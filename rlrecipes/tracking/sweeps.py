@@ -37,6 +37,7 @@ class PointState(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
+    PRUNED = "pruned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Point:
         run_name: of its run.
         run_dir: of its run.
         state: how it stands; one that says RUNNING may be of a process that died.
-        problem: what made it fail; empty otherwise.
+        problem: what made it fail, or be pruned; empty otherwise.
     """
 
     number: int
@@ -152,7 +153,7 @@ class SweepRecord:
         Args:
             point: which.
             state: from now on.
-            problem: what made it fail.
+            problem: what made it fail, or be pruned.
 
         Raises:
             RunError: the disk is full or read-only.

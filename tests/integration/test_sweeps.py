@@ -64,6 +64,23 @@ def test_a_point_that_fails_stops_no_other(shell):
     assert shell.leftovers() == []
 
 
+def test_a_bad_point_is_stopped_early_and_goes_on_without_the_pruner(shell):
+    with (shell.cwd / "letters.py").open("a") as file:
+        file.write("\ndef count_half(rollout):\n    return count_vowels(rollout) / 2\n")
+    command = ["train", "-m", *RUN, "reward.name=letters:count_vowels,letters:count_half"]
+    output = shell.run(*command, "pruner=median", "pruner.min_points=1")
+    assert "swept-1 is stopped early: reward/mean was" in output and "of what 1 others had at step 1" in output
+    assert states(shell) == {"swept-0": "finished", "swept-1": "pruned"}
+    assert sorted(shell.metrics("swept-1")) == [0, 1]
+    assert "reward/mean was" in (shell.cwd / "runs/swept-1/report.html").read_text()
+    assert "swept-1: pruned, skipped" in shell.run(*command, "pruner=median", "pruner.min_points=1")
+    output = shell.run(*command)
+    assert "swept-0: finished, skipped" in output and "after step 1" in output
+    assert states(shell) == {"swept-0": "finished", "swept-1": "finished"}
+    assert sorted(shell.metrics("swept-1")) == [0, 1, 2]
+    assert shell.leftovers() == []
+
+
 def test_optuna_asks_for_points_and_goes_on(shell):
     asked = ["hydra/sweeper=optuna", "hydra.sweeper.num_points=2", "hydra.sweeper.metric=reward/mean"]
     command = ["train", "-m", *RUN, *asked, "optim.lr=tag(log,interval(1e-5,1e-3))"]

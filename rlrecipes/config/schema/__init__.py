@@ -27,7 +27,7 @@ from rlrecipes.config.schema.rollout import (
     SamplingConfig,
 )
 from rlrecipes.config.schema.run import RunConfig
-from rlrecipes.config.schema.schedule import ScheduleConfig, TrackingConfig, WeightSyncConfig
+from rlrecipes.config.schema.schedule import PrunerConfig, ScheduleConfig, TrackingConfig, WeightSyncConfig
 from rlrecipes.config.schema.section import (
     Decay,
     Fraction,
@@ -74,6 +74,7 @@ __all__ = [
     "PlacementKind",
     "PositiveFloat",
     "PositiveInt",
+    "PrunerConfig",
     "RewardConfig",
     "RlConfig",
     "RolloutConfig",

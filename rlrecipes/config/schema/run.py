@@ -13,7 +13,7 @@ from rlrecipes.config.schema.model import ModelConfig
 from rlrecipes.config.schema.optim import OptimConfig
 from rlrecipes.config.schema.parallel import ParallelConfig
 from rlrecipes.config.schema.rollout import RolloutConfig
-from rlrecipes.config.schema.schedule import ScheduleConfig, TrackingConfig, WeightSyncConfig
+from rlrecipes.config.schema.schedule import PrunerConfig, ScheduleConfig, TrackingConfig, WeightSyncConfig
 from rlrecipes.config.schema.section import NonNegativeInt, Section
 from rlrecipes.config.schema.topology import TopologyConfig
 
@@ -48,3 +48,5 @@ class RunConfig(Section):
     weight_sync: WeightSyncConfig
     optim: OptimConfig
     tracking: TrackingConfig
+    pruner: PrunerConfig | None
+    """Stops bad points of a sweep early; null: none. Outside of a sweep it does nothing."""

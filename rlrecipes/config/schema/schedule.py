@@ -1,4 +1,4 @@
-"""The loop around the trainer (conf/schedule, conf/weight_sync, conf/tracking)."""
+"""The loop around the trainer (conf/schedule, conf/weight_sync, conf/tracking, conf/pruner)."""
 
 from __future__ import annotations
 
@@ -44,6 +44,20 @@ class WeightSyncConfig(Section):
     """Syncs between checksum comparisons of every tensor, trainer against engine; 0: never."""
     timeout_s: PositiveFloat
     """Longest time for one sync."""
+
+
+class PrunerConfig(Section):
+    """Early stopping of a sweep's bad points (conf/pruner)."""
+
+    metric: str
+    """What points are judged by, of docs/metrics.md; at every step that logs it."""
+    percentile: Annotated[float, Field(gt=0, lt=100)]
+    """A point goes on while the best it had is among this percentage of what the others had at the same step; 50: while
+    it is not worse than their median."""
+    min_points: PositiveInt
+    """Others that must have come to the step; a point that has fewer goes on."""
+    num_warmup_steps: NonNegativeInt
+    """Steps that every point may do."""
 
 
 class TrackingConfig(Section):

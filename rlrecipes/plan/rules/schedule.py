@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from rlrecipes.config.schema import RunConfig
 from rlrecipes.plan.rules.rule import GROUP, Found, list_groups, rule
+from rlrecipes.suggest import did_you_mean
+from rlrecipes.tracking.metrics import find_metric, iterate_metrics
 
 
 @rule("optim.min_lr", fix="lower it")
@@ -47,4 +49,32 @@ def registered_model_is_exported(config: RunConfig) -> Iterator[Found]:
         yield Found("tracking.registered_model", f"is {name!r}; the run exports no model")
 
 
-RULES = (learning_rate_decays, warmup_ends_within_the_run, reruns_can_be_equal, registered_model_is_exported)
+@rule("pruner.metric", fix="name one of docs/metrics.md that says which direction is better")
+def pruner_has_its_metric(config: RunConfig) -> Iterator[Found]:
+    """Points are compared by a metric that every one logs on its way, and of which more or less is better."""
+    if config.pruner is None:
+        return
+    name = config.pruner.metric
+    metric = find_metric(name)
+    evaluations = f"eval/{config.data.name}/"
+    if metric is None:
+        known = [entry.name.replace("<dataset>", config.data.name) for entry in iterate_metrics() if entry.better]
+        yield Found("pruner.metric", f"{name!r} is no metric", did_you_mean(name, known))
+    elif not metric.better:
+        yield Found("pruner.metric", f"{name} is neither better high nor better low")
+    elif not name.startswith("eval/"):
+        return
+    elif config.data.eval_path is None or config.schedule.eval_interval == 0:
+        fix = "give schedule.eval_interval and data.eval_path, or another metric"
+        yield Found("pruner.metric", f"{name} is not measured between the first and the last step", fix)
+    elif not name.startswith(evaluations):
+        yield Found("pruner.metric", f"{name} is of other data than {config.data.name}", f"name one of {evaluations}")
+
+
+RULES = (
+    learning_rate_decays,
+    warmup_ends_within_the_run,
+    reruns_can_be_equal,
+    registered_model_is_exported,
+    pruner_has_its_metric,
+)

@@ -34,6 +34,7 @@ OPD = ("algo=opd",)
 TEACHER_PATH, TEACHER = "algo.distillation.teacher_path", "algo.distillation.teacher_model"
 GENERATE = "rollout.generate"
 TURNS = ("rollout=multi_turn",)
+PRUNER = {"metric": "reward/mean", "percentile": 50.0, "min_points": 4, "num_warmup_steps": 0}
 NEXTN = {f"{SGLANG}.speculative_algorithm": "NEXTN"}
 
 CASES = [
@@ -364,6 +365,17 @@ CASES = [
     Case("registered_model_is_exported", "tracking.registered_model",
          {"tracking.registered_model": "speller", "schedule.should_export_hf": False},
          {"tracking.registered_model": None, "schedule.should_export_hf": False}),
+    *(
+        Case("pruner_has_its_metric", "pruner.metric", {"pruner": PRUNER | {"metric": metric}, **extra}, {"pruner": PRUNER},
+             told=told)
+        for metric, extra, told in (
+            ("reward/maen", {}, "did you mean 'reward/mean'"),
+            ("response/mean_tokens", {}, "neither better high nor better low"),
+            ("eval/spell_backward/accuracy", {"schedule.eval_interval": 0}, "not measured between"),
+            ("eval/spell_backward/accuracy", {"data.eval_path": None}, "not measured between"),
+            ("eval/gsm8k/accuracy", {"schedule.eval_interval": 1}, "of other data than spell_backward"),
+        )
+    ),
     Case("learning_rate_decays", "optim.min_lr", {"optim.min_lr": 1.1e-6, "optim.lr": 1e-6},
          {"optim.min_lr": 1e-6, "optim.lr": 1e-6}),
     Case("warmup_ends_within_the_run", "optim.num_warmup_train_steps", {"optim.num_warmup_train_steps": 31},

@@ -101,6 +101,18 @@ def test_a_point_that_fails_or_is_refused_tells_optuna_so(sweep):
     assert not any("algo=refused" in words for batch in sweep.batches for words in batch)
 
 
+def test_a_point_that_was_pruned_tells_optuna_so(sweep):
+    launch = sweep.launch
+
+    def prune(batch, first_number):
+        launch(batch, first_number)
+        for point in map(sweep.record.find, batch):
+            sweep.record.set_state(point, PointState.PRUNED, "why")
+
+    sweep.launch = prune
+    assert {trial.state.name for trial in sweep.run(num_points=2).trials} == {"PRUNED"}
+
+
 def test_a_point_that_was_running_is_run_again_as_it_was(sweep):
     sweep.dies = lambda words: len(sweep.batches) == 3
     with pytest.raises(KeyboardInterrupt):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlrecipes.config.compose import compose
-from rlrecipes.errors import EngineError, Interrupted
+from rlrecipes.errors import EngineError, Interrupted, Pruned
 from rlrecipes.plan.nodes import HostNode
 from rlrecipes.plan.resolve import resolve
 from rlrecipes.runner.faults import StopRequest
@@ -174,7 +174,7 @@ class Work:
         return {}
 
 
-def run(monkeypatch, *overrides, gpu=None, clients=None, step=0, version=0, is_evaluation_due=False, strike=None):
+def run(monkeypatch, *overrides, gpu=None, clients=None, step=0, version=0, is_evaluation_due=False, strike=None, pruned=None):
     gpu = gpu or Gpu()
     clients = clients or [Client(gpu)]
     plan, stop = plan_of(*overrides), StopRequest()
@@ -183,19 +183,23 @@ def run(monkeypatch, *overrides, gpu=None, clients=None, step=0, version=0, is_e
     monkeypatch.setattr("rlrecipes.runner.loop.compute_rollout_metrics", lambda *a, **k: {"rollout/time_s": 0.0})
     monkeypatch.setattr(Loop, "_evaluate", lambda self, generator: stop.run(work.evaluate()))
 
+    def prune(step):
+        if step == pruned:
+            raise Pruned("others are better")
+
     async def execute():
         gpu.trainer.clear()
         turns = GpuTurns(plan, gpu, serving)
         await turns.put_engines_to_sleep()
         gpu.trainer.update(WHOLE)  # ranks start
         system = SimpleNamespace(take=dict, phase=nullcontext)
-        parts = Parts(
-            plan, SimpleNamespace(), gpu, turns, work, work, work, system, work, stop, serving, work, SimpleNamespace()
-        )  # type: ignore[arg-type]
+        inputs = generator = SimpleNamespace()
+        pruner = SimpleNamespace(check=prune) if pruned else None
+        parts = Parts(plan, inputs, gpu, turns, work, work, work, system, work, stop, pruner, serving, work, generator)  # type: ignore[arg-type]
         loop = Loop(parts, step, version, is_evaluation_due=is_evaluation_due, next_sample=0)
         try:
             return await loop.run()
-        except Interrupted:
+        except (Interrupted, Pruned):
             return None
 
     return asyncio.run(execute()), gpu, work
@@ -265,6 +269,15 @@ def test_a_signal_in_any_phase_leaves_a_checkpoint_of_the_whole_trainer(monkeypa
     assert reached is None
     assert work.saved == saved
     assert ("reload" in gpu.told[-2:]) == bool(saved)
+
+
+def test_a_point_that_is_pruned_leaves_a_checkpoint_and_the_last_step_prunes_nothing(monkeypatch):
+    changes = ["schedule.num_steps=4", "schedule.save_interval=10", "schedule.eval_interval=2"]
+    reached, gpu, work = run(monkeypatch, *BOTH, *changes, pruned=2)
+    assert reached is None
+    assert work.saved == [(2, 2, False)] and gpu.told.count("rollout") == 2
+    assert gpu.told[-len(SLEEP) - 3 :] == ["eval", *SLEEP, "reload", "save_checkpoint"]
+    assert run(monkeypatch, *BOTH, *changes, pruned=4)[0] == 4
 
 
 def test_without_offloading_nothing_changes_hands(monkeypatch):
