@@ -366,8 +366,8 @@ CASES = [
          {"tracking.registered_model": "speller", "schedule.should_export_hf": False},
          {"tracking.registered_model": None, "schedule.should_export_hf": False}),
     *(
-        Case("pruner_has_its_metric", "pruner.metric", {"pruner": PRUNER | {"metric": metric}, **extra}, {"pruner": PRUNER},
-             told=told)
+        Case("pruner_has_its_metric", "pruner.metric", {"pruner": PRUNER | {"metric": metric}, **extra},
+             {"pruner": PRUNER}, told=told)
         for metric, extra, told in (
             ("reward/maen", {}, "did you mean 'reward/mean'"),
             ("response/mean_tokens", {}, "neither better high nor better low"),

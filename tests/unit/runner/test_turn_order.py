@@ -174,7 +174,17 @@ class Work:
         return {}
 
 
-def run(monkeypatch, *overrides, gpu=None, clients=None, step=0, version=0, is_evaluation_due=False, strike=None, pruned=None):
+def run(
+    monkeypatch,
+    *overrides,
+    gpu=None,
+    clients=None,
+    step=0,
+    version=0,
+    is_evaluation_due=False,
+    strike=None,
+    pruned=None,
+):
     gpu = gpu or Gpu()
     clients = clients or [Client(gpu)]
     plan, stop = plan_of(*overrides), StopRequest()
