@@ -43,8 +43,17 @@ def run(arguments: list[str]) -> int:
     asked = _build_parser().parse_intermixed_args(arguments)
     nodes = _read_nodes(asked.nodes)
     findings = check_dependencies()
-    if all(one.state == "ok" for one in findings):  # without its packages nothing else can be looked at
-        findings += _check(asked.words, asked.config_dir, nodes)
+    is_whole = all(one.state == "ok" for one in findings)
+    try:
+        for finding in _check(asked.words, asked.config_dir, nodes):
+            findings.append(finding)  # one by one: those before an error count
+    except InputError:
+        raise
+    except Exception as error:
+        if is_whole:
+            raise
+        found = f"not looked at: {type(error).__name__}: {error}"
+        findings.append(Finding("the rest", found, "everything", "mend what is missing, then ask again"))
     if asked.format == "json":
         print(json.dumps({"findings": [one.to_data() for one in findings]}, indent=2))
     else:

@@ -143,12 +143,14 @@ def _compute_stage(
     between = base if is_offloaded else held | copies  # which stay until the next train step
     sending = base | {"weights": state["weights"]} if is_offloaded else between
     built = state["optimizer"] * (1 - 2 * _FP32_BYTES / compute_state_bytes_per_parameter(inputs.dtype_bytes))
+    # Before the optimizer is there, weights move into their buffer, a chunk at a time.
+    moved = counts.total * inputs.dtype_bytes / len(chunks)
     fixed: dict[Phase, Parts] = {
         "init": held
         | {
             "optimizer": built,
             "workspace": constants.trainer_start_bytes,
-            "loading": max(_compute_largest_tensor(inputs), transfer),
+            "loading": max(_compute_largest_tensor(inputs), transfer, moved - built),
         },
         "rollout": between,
         "logprobs": (held if is_offloaded else between) | shown | chunk,

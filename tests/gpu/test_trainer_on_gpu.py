@@ -28,8 +28,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "deterministic": {"is_deterministic": True},
 }
 BOUNDS = {"float32": 1e-5, "bfloat16": 1e-2}
-"""Relative, of loss and gradient norm of the first step."""
+"""Relative, of loss and gradient norm of every step."""
 NUM_SAMPLES, MAX_TOKENS = 56, 512
+OFFSETS = (-0.45, -0.05, 0.05, 0.45)
+"""Nats, from the policy's logprobs; the clip is at log 0.8 = -0.22 and log 1.28 = 0.25."""
 ATTENTIONS = ("FlashAttention", "FusedAttention", "UnfusedDotProductAttention", "PackedAttention")
 """Classes that compute attention in Transformer Engine and here."""
 
@@ -45,7 +47,8 @@ def build_wide_node(dtype: str) -> Any:
 def build_row(rank: Any, path: Path) -> Any:
     """Micro-batches whose old and reference logprobs are near the policy's, as in training; the CPU writes them first.
 
-    Far from them the estimate of the KL is an exponential of large numbers, which multiplies what rounding does.
+    Far from them the estimate of the KL is an exponential of large numbers, which multiplies what rounding does. Ratios
+    lie on both sides of each bound of the clip, none where rounding could carry it over: there the gradient jumps.
     """
     from rank_group import build_samples
 
@@ -59,7 +62,7 @@ def build_row(rank: Any, path: Path) -> Any:
     rng = np.random.default_rng(1)
 
     def blur(logprobs: np.ndarray) -> np.ndarray:
-        return (logprobs + 0.1 * rng.standard_normal(logprobs.shape)).astype(np.float32)
+        return (logprobs + rng.choice(OFFSETS, logprobs.shape)).astype(np.float32)
 
     with np.load(path) as near:
         samples = [
@@ -153,7 +156,8 @@ def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from rank_group import write_hf_model
 
     path = tmp_path_factory.mktemp("hf")
-    write_hf_model(build_wide_node("float32"), path)
+    # Near those of real models: five times larger ones make logits of which bfloat16 loses a tenth of a nat.
+    write_hf_model(build_wide_node("float32"), path, spread=0.04)
     return path
 
 
@@ -191,13 +195,11 @@ def test_loss_gradient_and_logprobs_are_those_of_the_cpu(
     print(f"{where}: attention by {', '.join(found['attention'])}")
     print(f"{where}: |logprob - CPU fp32| mean {difference.mean():.2e}, largest {difference.max():.2e}")
     for name in ("loss", "grad_norm"):
-        values = [
-            (step[name], expected[name]) for step, expected in zip(found["steps"], reference["steps"], strict=True)
-        ]
-        print(f"{where}: {name} " + ", ".join(f"{value:.6f} ({expected:.6f})" for value, expected in values))
-    for name in ("loss", "grad_norm"):
-        assert found["steps"][0][name] == pytest.approx(reference["steps"][0][name], rel=bound)
-    assert difference.mean() < 2 * bound
+        values, expected = ([step[name] for step in side["steps"]] for side in (found, reference))
+        pairs = zip(values, expected, strict=True)
+        print(f"{where}: {name} " + ", ".join(f"{value:.6f} ({right:.6f})" for value, right in pairs))
+        assert values == pytest.approx(expected, rel=bound)
+    assert difference.mean() < bound
 
 
 @pytest.mark.parametrize("fields", [name for name in FIELDS if name != "deterministic"])

@@ -50,13 +50,26 @@ def test_a_recipe_that_this_machine_cannot_run_and_a_package_that_ends_python(tm
     assert "DeepEP" not in found  # nobody asked for it
 
 
-def test_without_a_package_that_doctor_itself_uses_it_still_answers(tmp_path):
-    info = tmp_path / "pydantic-1.0.dist-info"
+def pretend(directory: Path, package: str) -> None:
+    """An old version of a package."""
+    info = directory / f"{package}-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pydantic\nVersion: 1.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+
+
+def test_without_a_package_that_doctor_itself_uses_it_still_answers(tmp_path):
+    pretend(tmp_path, "pydantic")
     (tmp_path / "pydantic.py").write_text("raise ImportError('not this one')\n")
     found = diagnose(tmp_path, code=1)
     assert found["pydantic"]["state"] == "missing" and found["pydantic"]["fix"].startswith("pip install 'pydantic")
+    assert found["the rest"]["found"] == "not looked at: ImportError: not this one"
+
+
+def test_a_package_that_doctor_does_without_hides_nothing(tmp_path):
+    pretend(tmp_path, "mlflow")
+    found = diagnose(tmp_path, code=1)
+    assert found["mlflow"]["found"].startswith("1.0, not ")
+    assert found.keys() >= ROAD and "GPUs" in found and "the rest" not in found
 
 
 def test_a_wrong_recipe_is_refused_as_by_every_verb(tmp_path):

@@ -71,7 +71,10 @@ class TrainedModel:
         config, ddp_config = chunks[0].config, build_ddp_config(trainer)  # all chunks have one config
         # Loss weights say what is averaged: no division by tokens, micro-batches or ranks happens anywhere.
         config.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: finalize_model_grads(chunks, **kw)
+        # Weights move from where they were built into one buffer: no piece that is left over is large enough for it.
+        torch.cuda.empty_cache()
         self.ddp = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+        torch.cuda.empty_cache()
         if ddp_config.overlap_grad_reduce:  # gradients leave while the last micro-batch goes backward
             syncs = [chunk.no_sync for chunk in self.ddp]
             config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]

@@ -258,8 +258,11 @@ def rank_group() -> Iterator[RankGroup]:
         group.close()
 
 
-def write_hf_model(node: ModelNode, path: Path, seed: int = 11) -> Any:
-    """Write what transformers itself would, with weights large enough to tell a wrong place from a right one."""
+def write_hf_model(node: ModelNode, path: Path, seed: int = 11, spread: float = 0.15) -> Any:
+    """Write what transformers itself would, with weights large enough to tell a wrong place from a right one.
+
+    ``spread`` is their standard deviation.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -272,7 +275,7 @@ def write_hf_model(node: ModelNode, path: Path, seed: int = 11) -> Any:
     ).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.15)
+            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, spread)
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
     return model.eval()
