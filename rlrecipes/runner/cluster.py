@@ -41,6 +41,7 @@ _PLACEMENT_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 30.0
 _START_TIMEOUT_S = 180.0
 _CONNECT_TIMEOUT_S = 5.0
+_MAX_PORT = 65535
 _READ_TIMEOUT_S = 60.0
 _ACCELERATOR = "accelerator_type:"
 _OUT_OF_MEMORY = re.compile(r"(?i)out[ _]of[ _]memory|CUBLAS_STATUS_ALLOC_FAILED")
@@ -459,6 +460,8 @@ def read_ray_hosts(address: str) -> list[FoundHost]:
     try:
         name, _, port = address.rpartition(":")
         if port.isdecimal() and "/" not in name:
+            if int(port) > _MAX_PORT:  # glibc takes it modulo 65536, and somebody may listen there
+                raise OverflowError(f"a port is at most {_MAX_PORT}")
             socket.create_connection((name, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
         done = subprocess.run(
             [sys.executable, "-c", code, address], capture_output=True, text=True, timeout=_READ_TIMEOUT_S, check=True

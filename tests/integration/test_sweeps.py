@@ -10,7 +10,14 @@ from tests.integration.command_line import SMALL, CommandLine
 
 pytestmark = pytest.mark.timeout(600)
 RUN = ["name=swept", "schedule.num_steps=2", "schedule.should_export_hf=false", *SMALL]
-BREAKING = '\ndef breaks(rollout):\n    raise ValueError("it is broken")\n'
+PRUNED = ["pruner=median", "pruner.min_points=1"]
+OTHERS = """
+def breaks(rollout):
+    raise ValueError("it is broken")
+
+def count_half(rollout):
+    return count_vowels(rollout) / 2
+"""
 
 
 @pytest.fixture
@@ -53,31 +60,24 @@ def test_what_was_finished_is_skipped_and_the_rest_goes_on(shell):
     assert "swept-0" in json.dumps(told) and "swept-2" in json.dumps(told)
 
 
-def test_a_point_that_fails_stops_no_other(shell):
+def test_a_point_that_fails_stops_no_other_and_a_bad_one_stops_early(shell):
     with (shell.cwd / "letters.py").open("a") as file:
-        file.write(BREAKING)
-    rewards = "reward.name=letters:breaks,letters:count_vowels"
-    output = shell.run("train", "-m", *RUN, rewards, code=1)
-    assert states(shell) == {"swept-0": "failed", "swept-1": "finished"}
+        file.write(OTHERS)
+    command = ["train", "-m", *RUN, "reward.name=letters:count_vowels,letters:breaks,letters:count_half"]
+    output = shell.run(*command, *PRUNED, code=1)
+    assert states(shell) == {"swept-0": "finished", "swept-1": "failed", "swept-2": "pruned"}
     told = output.rpartition("rlrecipes: ")[2]
-    assert "1 of 2 points failed" in told and "it is broken" in told
-    assert shell.leftovers() == []
-
-
-def test_a_bad_point_is_stopped_early_and_goes_on_without_the_pruner(shell):
-    with (shell.cwd / "letters.py").open("a") as file:
-        file.write("\ndef count_half(rollout):\n    return count_vowels(rollout) / 2\n")
-    command = ["train", "-m", *RUN, "reward.name=letters:count_vowels,letters:count_half"]
-    output = shell.run(*command, "pruner=median", "pruner.min_points=1")
-    assert "swept-1 is stopped early: reward/mean was" in output and "of what 1 others had at step 1" in output
-    assert states(shell) == {"swept-0": "finished", "swept-1": "pruned"}
-    assert sorted(shell.metrics("swept-1")) == [0, 1]
-    assert "reward/mean was" in (shell.cwd / "runs/swept-1/report.html").read_text()
-    assert "swept-1: pruned, skipped" in shell.run(*command, "pruner=median", "pruner.min_points=1")
-    output = shell.run(*command)
+    assert "1 of 3 points failed" in told and "it is broken" in told
+    assert "swept-2 is stopped early: reward/mean was" in output and "of what 1 others had at step 1" in output
+    assert sorted(shell.metrics("swept-2")) == [0, 1]
+    assert "reward/mean was" in (shell.cwd / "runs/swept-2/report.html").read_text()
+    command[-1] = "reward.name=letters:count_half,letters:count_vowels"
+    output = shell.run(*command, *PRUNED)
+    assert "swept-0: finished, skipped" in output and "swept-2: pruned, skipped" in output
+    output = shell.run(*command)  # without the pruner it goes on
     assert "swept-0: finished, skipped" in output and "after step 1" in output
-    assert states(shell) == {"swept-0": "finished", "swept-1": "finished"}
-    assert sorted(shell.metrics("swept-1")) == [0, 1, 2]
+    assert states(shell) == {"swept-0": "finished", "swept-1": "failed", "swept-2": "finished"}
+    assert sorted(shell.metrics("swept-2")) == [0, 1, 2]
     assert shell.leftovers() == []
 
 
