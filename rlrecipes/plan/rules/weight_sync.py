@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 
 from rlrecipes.config.schema import RunConfig
-from rlrecipes.plan.rules.rule import Facts, Found, fact_rule, list_groups, list_models, rule
+from rlrecipes.plan.rules.engines import list_trained
+from rlrecipes.plan.rules.rule import GROUP, Facts, Found, fact_rule, list_groups, list_models, rule
 
 _LOOPBACK = re.compile(r"https?://(localhost|127\.[\d.]+):")
 
@@ -53,8 +54,18 @@ def shared_memory_reaches_every_engine(facts: Facts) -> Iterator[Found]:
             return
 
 
+@rule(f"{GROUP}.sglang.tokenizer_worker_num", fix="leave it at 1, and give the model more engines")
+def one_process_pauses_an_engine(config: RunConfig) -> Iterator[Found]:
+    """Each of an engine's tokenizer processes has its own pause and weight version; a sync reaches one of them."""
+    for where, group in list_trained(config):
+        number = group.sglang.get("tokenizer_worker_num")
+        if number not in (None, 1):
+            yield Found(f"{where}.sglang.tokenizer_worker_num", f"is {number}; the others would go on as before")
+
+
 RULES = (
     nccl_joins_gpus_that_nobody_shares,
     engines_of_others_are_reached,
     shared_memory_reaches_every_engine,
+    one_process_pauses_an_engine,
 )
