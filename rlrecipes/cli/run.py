@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rlrecipes.errors import ConfigError, InputError, Interrupted, Pruned, RecipeError
 from rlrecipes.plan.lock import Lock, build_lock, check_lock, read_lock, to_lock_path
 from rlrecipes.plan.nodes import Plan, load_plan
-from rlrecipes.tracking.sweeps import PointState, find_point
+from rlrecipes.tracking.sweeps import Point, PointState, SweepRecord, find_point, upload_sweep
 
 
 def run(arguments: list[str]) -> None:
@@ -70,19 +70,36 @@ def _keep_state(plan: Plan) -> Iterator[None]:
         return
     record, point = found
     record.set_state(point, PointState.RUNNING)
+    state, problem = PointState.FINISHED, ""
     try:
         yield
-    except Interrupted:
-        record.set_state(point, PointState.INTERRUPTED)
-        raise
     except Pruned as error:
-        record.set_state(point, PointState.PRUNED, str(error))
+        state, problem = PointState.PRUNED, str(error)
         print(f"{plan.name} is stopped early: {error}", flush=True)
-        return
-    except BaseException as error:
-        record.set_state(point, PointState.FAILED, describe_failure(error))
+    except Interrupted:
+        state = PointState.INTERRUPTED
         raise
-    record.set_state(point, PointState.FINISHED)
+    except BaseException as error:
+        state, problem = PointState.FAILED, describe_failure(error)
+        raise
+    finally:
+        record.set_state(point, state, problem)
+        tell_mlflow(record, record.read(), plan)  # jobs end when nobody waits for them
+
+
+def tell_mlflow(record: SweepRecord, points: Sequence[Point], plan: Plan) -> None:
+    """Bring the sweep's run in MLflow up to date, where MLflow is on.
+
+    Args:
+        record: of the sweep.
+        points: that count.
+        plan: of any of them.
+    """
+    from rlrecipes.runner.build import to_tracking_uri
+
+    uri = to_tracking_uri(plan)
+    if uri is not None and (problem := upload_sweep(record, points, uri, plan.tracking.experiment)):
+        print(f"MLflow does not have how the sweep stands: {problem}", flush=True)
 
 
 def _run_and_tell(plan: Plan) -> None:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from rlrecipes.cli.run import describe_failure, run_and_tell, tell_mlflow
 from rlrecipes.config.compose import ComposedRecipe, compose, config_dirs_of, run_hydra_app
 from rlrecipes.errors import ConfigError, InputError, Problem, RunError
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.runner.resolution import resolve_recipe
-from rlrecipes.tracking.sweeps import Point, PointState, SweepRecord, find_sweep, upload_sweep
+from rlrecipes.tracking.sweeps import Point, PointState, SweepRecord, find_sweep
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,20 +81,12 @@ def _run_points(
         return [point for point in record.read() if is_asked(point)]
 
     try:
-        _upload(record, read(), plan)
+        tell_mlflow(record, read(), plan)
         naming = _Naming(record, has_pruner=plan.pruner is not None)
         run_hydra_app(_run_point, arguments, naming, can_submit=can_submit)
     finally:
-        _upload(record, read(), plan)
+        tell_mlflow(record, read(), plan)
     _tell(read())
-
-
-def _upload(record: SweepRecord, points: Sequence[Point], plan: Plan) -> None:
-    from rlrecipes.runner.build import to_tracking_uri
-
-    uri = to_tracking_uri(plan)
-    if uri is not None and (problem := upload_sweep(record, points, uri, plan.tracking.experiment)):
-        print(f"MLflow does not have how the sweep stands: {problem}", flush=True)
 
 
 def _resolve_base(arguments: Sequence[str], shared: Sequence[str]) -> Plan | None:
@@ -181,8 +174,6 @@ class _Naming:
 
 def _run_point(recipe: ComposedRecipe) -> None:
     """One that fails leaves the others to run; its record says why."""
-    from rlrecipes.cli.run import describe_failure, run_and_tell
-
     try:
         run_and_tell(resolve_recipe(recipe))
     except Exception as error:

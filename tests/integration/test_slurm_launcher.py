@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+from mlflow import MlflowClient
 
 from tests.integration.command_line import SMALL, CommandLine
 from tests.integration.slurm_cluster import NEEDS_SLURM, run_slurm
@@ -29,6 +33,7 @@ QUICK = [
 ONE = ["cluster=slurm", "cluster.num_nodes=1", "cluster.partition=gpu", "hydra/launcher=slurm"]
 TWO = ["cluster=slurm", "weight_sync=distributed", "hydra/launcher=slurm"]
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+README = Path(__file__).parents[2] / "README.md"
 MAIN = "topology.served_models.policy.server_groups.main"
 
 
@@ -228,3 +233,43 @@ def test_an_environment_of_squeue_changes_nothing(here, monkeypatch):
     assert "SLURM_CONF" in os.environ
     here.run("train", "name=real", *QUICK, *ONE, "schedule.num_steps=1", "hydra.launcher.sbatch.hold=true")
     assert read_jobs(here)[0]["state"] == "PENDING"
+
+
+def read_commands(heading: str) -> list[list[str]]:
+    """Commands of a section of the README, as a shell would split them."""
+    section = README.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = re.findall(r"^    rlrecipes (.*)$", section, flags=re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_readme_is_followed(here):
+    preview, train, sweep, jobs, cancel = read_commands("On a cluster")
+    assert "#SBATCH" in here.run(*preview) and squeue() == ""
+    assert "quickstart_sft: job" in here.run(*train)
+    here.run(*sweep)
+    table = here.run(*jobs)
+    assert all(name in table for name in ("quickstart_sft", *(f"quickstart_sft-{number}" for number in range(3))))
+    wait_for(here, "quickstart_sft", lambda job: (job["step"] or 0) >= 3)
+    here.run(*cancel)
+    step = wait_for(here, "quickstart_sft", in_state("CANCELLED"))["step"]
+    assert step >= 3
+    here.run(*train)  # the same train command goes on
+    done = wait_for(here, "quickstart_sft", in_state("COMPLETED"), timeout_s=900)
+    assert done["step"] == done["num_steps"] == 100
+    log = (here.cwd / "runs" / "quickstart_sft" / "slurm" / "job.log").read_text()
+    (resumed,) = re.findall(r"resuming runs/quickstart_sft after step (\d+)", log)
+    assert 3 <= int(resumed) <= step
+    for number in range(3):
+        assert wait_for(here, f"quickstart_sft-{number}", in_state("COMPLETED"), timeout_s=900)["step"] == 100
+    client = MlflowClient(f"sqlite:///{here.cwd / 'runs' / 'mlflow.db'}")
+    (experiment,) = client.search_experiments(filter_string="name = 'rlrecipes'")
+    found = sorted((run.info.run_name, run.info.status) for run in client.search_runs([experiment.experiment_id]))
+    names = [
+        "quickstart_sft",
+        "quickstart_sft",
+        *(f"quickstart_sft-{number}" for number in range(3)),
+    ]  # and the sweep
+    assert found == [(name, "FINISHED") for name in names]
+    assert find_processes(str(here.cwd)) == []

@@ -11,6 +11,7 @@ from tests.integration.command_line import SMALL, CommandLine
 pytestmark = pytest.mark.timeout(600)
 RUN = ["name=swept", "schedule.num_steps=2", "schedule.should_export_hf=false", *SMALL]
 PRUNED = ["pruner=median", "pruner.min_points=1"]
+STEP = "rlrecipes.runner.loop:Loop._learn_from_rollouts"
 OTHERS = """
 def breaks(rollout):
     raise ValueError("it is broken")
@@ -42,56 +43,55 @@ def test_all_points_are_judged_before_the_first_starts(shell):
     assert "all points would share it" in shell.run("train", "-m", "seed=1,2", *RUN, "run_dir=there", code=2)
 
 
-def test_what_was_finished_is_skipped_and_the_rest_goes_on(shell):
-    command = ["train", "-m", "seed=1,2", *RUN]
-    output = shell.run(*command, fate="rlrecipes.runner.loop:Loop._learn_from_rollouts:4:SIGINT", code=130)
-    assert "swept-1: step 1/2" in output
-    assert states(shell) == {"swept-0": "finished", "swept-1": "interrupted"}
-    first = (shell.cwd / "runs/swept-0/metrics.jsonl").read_bytes()
-    assert shell.leftovers() == []
-    # Another order and another point: a point is its recipe, not its place.
-    output = shell.run("train", "-m", "seed=3,2,1", *RUN)
-    assert "swept-0: finished, skipped" in output
-    assert states(shell) == {"swept-0": "finished", "swept-1": "finished", "swept-2": "finished"}
-    assert (shell.cwd / "runs/swept-0/metrics.jsonl").read_bytes() == first
-    assert [sorted(shell.metrics(f"swept-{number}")) for number in (1, 2)] == [[0, 1, 2]] * 2
-    assert shell.metrics("swept-1")[1] != shell.metrics("swept-2")[1]
-    told = json.loads(shell.run("compare", "--sweep", "swept", "--format", "json"))
-    assert "swept-0" in json.dumps(told) and "swept-2" in json.dumps(told)
-
-
-def test_a_point_that_fails_stops_no_other_and_a_bad_one_stops_early(shell):
+def test_a_sweep_is_interrupted_goes_on_survives_a_failure_and_stops_bad_points_early(shell):
     with (shell.cwd / "letters.py").open("a") as file:
         file.write(OTHERS)
-    command = ["train", "-m", *RUN, "reward.name=letters:count_vowels,letters:breaks,letters:count_half"]
-    output = shell.run(*command, *PRUNED, code=1)
+    rewards = "reward.name=letters:count_vowels,letters:breaks,letters:count_half"
+    # The third is the first step of the third point: the second one fails when it is evaluated.
+    fate = f"{STEP}:3:SIGINT"
+    output = shell.run("train", "-m", *RUN, *PRUNED, rewards, fate=fate, code=130)
+    assert states(shell) == {"swept-0": "finished", "swept-1": "failed", "swept-2": "interrupted"}
+    assert "swept-1 failed: " in output and "it is broken" in output
+    first = (shell.cwd / "runs/swept-0/metrics.jsonl").read_bytes()
+    assert shell.leftovers() == []
+
+    # Another order: a point is its recipe, not its place.
+    rewards = "reward.name=letters:count_half,letters:breaks,letters:count_vowels"
+    output = shell.run("train", "-m", *RUN, *PRUNED, rewards, code=1)
+    assert "swept-0: finished, skipped" in output
+    assert "swept-2 is stopped early: reward/mean was" in output and "of what 1 others had at step 1" in output
     assert states(shell) == {"swept-0": "finished", "swept-1": "failed", "swept-2": "pruned"}
     told = output.rpartition("rlrecipes: ")[2]
     assert "1 of 3 points failed" in told and "it is broken" in told
-    assert "swept-2 is stopped early: reward/mean was" in output and "of what 1 others had at step 1" in output
     assert sorted(shell.metrics("swept-2")) == [0, 1]
     assert "reward/mean was" in (shell.cwd / "runs/swept-2/report.html").read_text()
-    command[-1] = "reward.name=letters:count_half,letters:count_vowels"
-    output = shell.run(*command, *PRUNED)
-    assert "swept-0: finished, skipped" in output and "swept-2: pruned, skipped" in output
-    output = shell.run(*command)  # without the pruner it goes on
+
+    rewards = "reward.name=letters:count_half,letters:count_vowels"
+    assert "swept-2: pruned, skipped" in shell.run("train", "-m", *RUN, *PRUNED, rewards)
+    output = shell.run("train", "-m", *RUN, rewards)  # without the pruner it goes on
     assert "swept-0: finished, skipped" in output and "after step 1" in output
     assert states(shell) == {"swept-0": "finished", "swept-1": "failed", "swept-2": "finished"}
+    assert (shell.cwd / "runs/swept-0/metrics.jsonl").read_bytes() == first
     assert sorted(shell.metrics("swept-2")) == [0, 1, 2]
+    assert shell.metrics("swept-0")[1] != shell.metrics("swept-2")[1]
+    told = json.loads(shell.run("compare", "--sweep", "swept", "--format", "json"))
+    assert "swept-0" in json.dumps(told) and "swept-2" in json.dumps(told)
     assert shell.leftovers() == []
 
 
 def test_optuna_asks_for_points_and_goes_on(shell):
-    asked = ["hydra/sweeper=optuna", "hydra.sweeper.num_points=2", "hydra.sweeper.metric=reward/mean"]
+    asked = ["hydra/sweeper=optuna", "hydra.sweeper.metric=reward/mean"]
     command = ["train", "-m", *RUN, *asked, "optim.lr=tag(log,interval(1e-5,1e-3))"]
     assert "only for a sweep" in shell.run("train", *RUN, *asked, code=2)
     assert "waits for each" in shell.run(*command, "hydra/launcher=slurm", code=2)
-    shell.run(*command, fate="rlrecipes.runner.loop:Loop._learn_from_rollouts:4:SIGINT", code=130)
+    assert "swept-0: reward/mean" in shell.run(*command, "hydra.sweeper.num_points=1")
+    fate = f"{STEP}:1:SIGINT"
+    shell.run(*command, "hydra.sweeper.num_points=2", fate=fate, code=130)
     assert states(shell) == {"swept-0": "finished", "swept-1": "interrupted"}
-    output = shell.run(*command)
+    output = shell.run(*command, "hydra.sweeper.num_points=2")
     assert "swept-1: reward/mean" in output and "swept-0: step" not in output
     assert states(shell) == {"swept-0": "finished", "swept-1": "finished"}
-    assert "step 2/2" not in shell.run(*command)  # there are as many as were asked for
+    assert "step 2/2" not in shell.run(*command, "hydra.sweeper.num_points=2")  # there are as many as were asked for
     assert shell.leftovers() == []
 
 
