@@ -22,12 +22,12 @@ quickstart: $(STAMP) ## train a small model on two cores: SFT, then GRPO; shows 
 	$(BIN)/rlrecipes train recipe=quickstart
 	@$(BIN)/python -m rlrecipes.cli.quickstart
 
-test: $(STAMP) $(SGLANG_STAMP) ## static checks and all CPU tests (under 15 minutes on two cores)
+test: $(STAMP) $(SGLANG_STAMP) ## static checks and all CPU tests (under 15 minutes on two cores; three at once, since they wait a lot)
 	@$(MAKE) --no-print-directory -j 2 check coverage
-	$(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not gpu"
+	$(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not slow and not gpu"
 
 test-full: check $(STAMP) $(SGLANG_STAMP) ## the same and the slow ones
-	$(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not gpu"
+	$(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not gpu"
 
 test-gpu: $(STAMP) ## what needs a GPU
 	$(BIN)/pytest -m gpu tests/gpu
