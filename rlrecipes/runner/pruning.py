@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rlrecipes.config.schema import PrunerConfig
 from rlrecipes.errors import Pruned, RunError
@@ -29,6 +28,10 @@ class Pruner:
     """
 
     def __init__(self, config: PrunerConfig, record: SweepRecord, run_dir: Path) -> None:
+        import optuna  # here, since a run must not find out later that it cannot
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._optuna = optuna
         self._config = config
         self._record = record
         self._run_dir = run_dir
@@ -63,14 +66,14 @@ class Pruner:
         return metric is not None and metric.better == "higher"
 
     def _is_worse(self, own: Mapping[int, float], others: list[dict[int, float]]) -> bool:
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        optuna, states = self._optuna, self._optuna.trial.TrialState
         pruner = optuna.pruners.PercentilePruner(self._config.percentile, n_startup_trials=0)
         study = optuna.create_study(direction="maximize" if self._is_higher_better else "minimize", pruner=pruner)
         for series in others:
-            study.add_trial(_to_trial(series, optuna.trial.TrialState.COMPLETE))
-        return pruner.prune(study, _to_trial(own, optuna.trial.TrialState.RUNNING))
+            value = list(series.values())[-1]
+            study.add_trial(optuna.create_trial(state=states.COMPLETE, value=value, intermediate_values=series))
+        trial = optuna.create_trial(state=states.RUNNING, intermediate_values=dict(own))
+        return bool(pruner.prune(study, trial))
 
     def _read_series(self, run_dir: Path) -> dict[int, float]:
         """Step -> value; empty where there is no log, or none that can be read."""
@@ -103,10 +106,3 @@ def build_pruner(plan: Plan) -> Pruner | None:
     if plan.pruner is None or found is None:
         return None
     return Pruner(plan.pruner, found[0], Path(plan.run_dir))
-
-
-def _to_trial(series: Mapping[int, float], state: Any) -> Any:
-    from optuna.trial import create_trial
-
-    value = list(series.values())[-1] if state.is_finished() else None
-    return create_trial(state=state, value=value, intermediate_values=dict(series))
