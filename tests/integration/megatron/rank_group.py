@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from rlrecipes.engines.sglang.process import find_free_port
 from rlrecipes.plan.nodes import DeviceNode, ModelNode, TrainerNode
 from rlrecipes.types import MicroBatch, Sample
 
+_END_TIMEOUT_S = 10
 _MAX_THREADS = 200
 _PR_SET_PDEATHSIG = 1
 _TASK_TIMEOUT_S = 120
@@ -246,7 +248,10 @@ class RankGroup:
     def close(self) -> None:
         for process in self._processes:
             process.kill()
-            process.join(10)
+        # No join: it waits for a pipe that children of a rank may still hold.
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        while any(process.exitcode is None for process in self._processes) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 @contextlib.contextmanager
