@@ -55,17 +55,17 @@ def shared_memory_reaches_every_engine(facts: Facts) -> Iterator[Found]:
 
 
 @rule(f"{GROUP}.sglang.tokenizer_worker_num", fix="leave it at 1, and give the model more engines")
-def one_process_pauses_an_engine(config: RunConfig) -> Iterator[Found]:
-    """Each of an engine's tokenizer processes has its own pause and weight version; a sync reaches one of them."""
+def an_engine_tells_one_weight_version(config: RunConfig) -> Iterator[Found]:
+    """Of an engine's tokenizer processes a sync tells one the weight version; the others stamp answers with the old."""
     for where, group in list_trained(config):
         number = group.sglang.get("tokenizer_worker_num")
         if number not in (None, 1):
-            yield Found(f"{where}.sglang.tokenizer_worker_num", f"is {number}; the others would go on as before")
+            yield Found(f"{where}.sglang.tokenizer_worker_num", f"is {number}; only one of them would know the new weight version")
 
 
 RULES = (
     nccl_joins_gpus_that_nobody_shares,
     engines_of_others_are_reached,
     shared_memory_reaches_every_engine,
-    one_process_pauses_an_engine,
+    an_engine_tells_one_weight_version,
 )

@@ -358,7 +358,7 @@ CASES = [
           f"{MAIN}.attention_data_parallel_size": 2}, APART, (8,), "the query heads is 16"),
     Case("synced_weights_are_held_as_sent", f"{SGLANG}.quantization", {f"{SGLANG}.quantization": "fp8"},
          {f"{SGLANG}.quantization": "unquant"}, APART, (2,)),
-    Case("one_process_pauses_an_engine", f"{SGLANG}.tokenizer_worker_num", {f"{SGLANG}.tokenizer_worker_num": 4},
+    Case("an_engine_tells_one_weight_version", f"{SGLANG}.tokenizer_worker_num", {f"{SGLANG}.tokenizer_worker_num": 4},
          {f"{SGLANG}.tokenizer_worker_num": 1}, APART, (2,)),
     # schedule
     Case("registered_model_is_exported", "tracking.registered_model",
