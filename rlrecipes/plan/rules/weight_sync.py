@@ -60,7 +60,8 @@ def an_engine_tells_one_weight_version(config: RunConfig) -> Iterator[Found]:
     for where, group in list_trained(config):
         number = group.sglang.get("tokenizer_worker_num")
         if number not in (None, 1):
-            yield Found(f"{where}.sglang.tokenizer_worker_num", f"is {number}; only one of them would know the new weight version")
+            problem = f"is {number}; only one of them would know the new weight version"
+            yield Found(f"{where}.sglang.tokenizer_worker_num", problem)
 
 
 RULES = (
