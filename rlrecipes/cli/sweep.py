@@ -5,9 +5,10 @@ Run again, the same command goes on: finished points are skipped, the others res
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -50,10 +51,35 @@ def run_sweep(arguments: Sequence[str], shared: Sequence[str]) -> None:
         return  # Hydra was asked for something else than to run: --cfg, --help
     first = next(iter(plans.values()))
     record = find_sweep(Path(first.runs_dir), base.name if base else first.name)
+    if "hydra/launcher=slurm" in arguments and any(_is_preview(word) for word in arguments):
+        with _leaving_nothing(record.directory):
+            record.register([_to_point(*item) for item in plans.items()], None)
+            naming = _Naming(record, has_pruner=first.pruner is not None)
+            run_hydra_app(_run_point, arguments, naming, can_submit="submit")
+        return
     points = record.register([_to_point(*item) for item in plans.items()], base.to_yaml() if base else None)
     print(f"sweep {record.directory.name}: {len(points)} points, kept in {record.directory}", flush=True)
     numbers = {point.number for point in points}
     _run_points(arguments, record, first, lambda point: point.number in numbers, can_submit="submit")
+
+
+def _is_preview(word: str) -> bool:
+    return word.lstrip("+").lower() == "hydra.launcher.preview=true"
+
+
+@contextlib.contextmanager
+def _leaving_nothing(directory: Path) -> Iterator[None]:
+    """Remove what is written there meanwhile, and directories that come to hold nothing."""
+    before = set(directory.rglob("*"))
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        for path in sorted(set(directory.rglob("*")) - before, reverse=True):  # what a directory holds comes before it
+            path.rmdir() if path.is_dir() else path.unlink()
+        for path in made:
+            if path.exists():
+                path.rmdir()
 
 
 def _run_asked(arguments: Sequence[str], base: Plan) -> None:
