@@ -9,13 +9,6 @@ import pytest
 from tests.integration.command_line import CommandLine
 
 pytestmark = pytest.mark.timeout(600)
-TINY = [
-    "model.shapes.num_layers=2",
-    "model.shapes.hidden_size=32",
-    "model.shapes.ffn_hidden_size=64",
-    "model.shapes.kv_channels=8",
-    "data.max_train_rows=32",
-]
 COMMON = [
     "schedule.prompts_per_step=4",
     "optim.num_warmup_train_steps=0",
@@ -27,11 +20,17 @@ COMMON = [
 ]
 TURNS = [
     "recipe=quickstart_multi_turn",
+    "model=qwen3_tiny",
+    "model.path=null",
+    "model.shapes.num_layers=2",
+    "model.shapes.hidden_size=32",
+    "model.shapes.ffn_hidden_size=64",
+    "model.shapes.kv_channels=8",
     "schedule.save_interval=2",
     "schedule.eval_interval=0",
     "schedule.num_train_steps=2",
     "algo.group_size=4",
-    # A model that has hardly learned seldom ends an answer by itself.
+    # A model that has not learned seldom ends an answer by itself.
     f"rollout.sampling.stop_token_ids={list(range(20))}",
     "rollout.sampling.max_new_tokens=8",
     "reward.name=lengths:is_short",
@@ -46,7 +45,6 @@ def is_short(rollout):
 def turns(tmp_path_factory, warm):
     shell = CommandLine(tmp_path_factory.mktemp("turns"), warm)
     (shell.cwd / "lengths.py").write_text(_REWARD)
-    shell.run("train", "recipe=quickstart_sft", "schedule.num_steps=1", *COMMON, *TINY)
     shell.run("train", *TURNS, "schedule.num_steps=4", *COMMON)
     yield shell
     shell.close()
