@@ -48,6 +48,27 @@ def test_rounding_clips_nothing():
     assert torch.equal(loss, (values - returns).square())
 
 
+@pytest.mark.parametrize(
+    ("value", "old_value", "target", "value_clip"),
+    [
+        # Its distance rounds to the bound itself, old value + bound to the number above the value.
+        (float.fromhex("-0x1.56389ap-5"), float.fromhex("-0x1.ef27c0p-3"), -0.05, 0.2),
+        (0.5, 0.0, 0.375, 0.25),  # as far from the target as the clipped value
+    ],
+)
+def test_on_the_bound_and_in_a_tie_the_gradient_stays(value, old_value, target, value_clip):
+    values, old_values, returns = (torch.tensor([number]) for number in (value, old_value, target))
+    clipped = (old_values + value_clip - returns).square()
+    assert clipped > (values - returns).square() or target == 0.375
+    values.requires_grad_()
+    loss, is_clipped = compute_clipped_value_loss(
+        values=values, old_values=old_values, returns=returns, value_clip=value_clip
+    )
+    loss.sum().backward()
+    assert not is_clipped
+    torch.testing.assert_close(values.grad, 2 * (values - returns).detach())
+
+
 def test_gradients_reach_values_alone():
     leaves = [torch.tensor([number], requires_grad=True) for number in (0.5, 0.4, 1.0)]
     loss, _ = compute_clipped_value_loss(values=leaves[0], old_values=leaves[1], returns=leaves[2], value_clip=0.2)
