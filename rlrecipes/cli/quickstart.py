@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlrecipes.tracking.curves import draw_curves
+from rlrecipes.tracking.curves import draw_curves, to_series
 from rlrecipes.tracking.log import MetricRecord, read_records
 
 _RUNS_DIR = Path("runs")
@@ -30,7 +30,7 @@ def main() -> None:
     for name, stage in _STAGES.items():
         records = read_records(_RUNS_DIR / name / "metrics.jsonl")
         runs[stage] = [records]
-        measured = [(record.step, record.metrics[_ACCURACY]) for record in records if _ACCURACY in record.metrics]
+        measured = list(to_series(records, _ACCURACY).items())
         (first, before), (last, after) = measured[0], measured[-1]
         print(f"  {stage:<5} {before:.3f} after {first} steps -> {after:.3f} after {last} steps")
     draw_curves(runs, curves, [_ACCURACY])

@@ -78,7 +78,7 @@ def _leaving_nothing(directory: Path) -> Iterator[None]:
         for path in sorted(set(directory.rglob("*")) - before, reverse=True):  # what a directory holds comes before it
             path.rmdir() if path.is_dir() else path.unlink()
         for path in made:
-            if path.exists():
+            if path.exists() and not any(path.iterdir()):
                 path.rmdir()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from rlrecipes.plan.nodes import HostNode
 from rlrecipes.plan.nvml import Gpu, read_gpus
 
+LAST_PORT = 65535
 SHARED_MEMORY_BYTES = 1 << 30
 """Of /dev/shm, kept by every run for the objects that its processes hand each other."""
 

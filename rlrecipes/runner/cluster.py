@@ -24,7 +24,7 @@ import psutil
 from rlrecipes.engines.sglang.process import ServerProcess, read_log_tail
 from rlrecipes.errors import ConfigError, EngineError, RecipeError, TrainerError
 from rlrecipes.plan.cluster import RAY_ADDRESS, is_on_ray
-from rlrecipes.plan.hosts import SHARED_MEMORY_BYTES, FoundHost
+from rlrecipes.plan.hosts import LAST_PORT, SHARED_MEMORY_BYTES, FoundHost
 from rlrecipes.plan.nodes import HostNode, Plan
 from rlrecipes.runner.machines import NODE_LABEL, RAY_NODE_ENVIRONMENT, HostWorker, LocalMachine, Machine
 from rlrecipes.runner.rank import RankWorker
@@ -41,7 +41,6 @@ _PLACEMENT_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 30.0
 _START_TIMEOUT_S = 180.0
 _CONNECT_TIMEOUT_S = 5.0
-_MAX_PORT = 65535
 _READ_TIMEOUT_S = 60.0
 _ACCELERATOR = "accelerator_type:"
 _OUT_OF_MEMORY = re.compile(r"(?i)out[ _]of[ _]memory|CUBLAS_STATUS_ALLOC_FAILED")
@@ -460,8 +459,8 @@ def read_ray_hosts(address: str) -> list[FoundHost]:
     try:
         name, _, port = address.rpartition(":")
         if port.isdecimal() and "/" not in name:
-            if int(port) > _MAX_PORT:  # glibc takes it modulo 65536, and somebody may listen there
-                raise OverflowError(f"a port is at most {_MAX_PORT}")
+            if int(port) > LAST_PORT:  # glibc takes it modulo 65536, and somebody may listen there
+                raise OverflowError(f"a port is at most {LAST_PORT}")
             socket.create_connection((name, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
         done = subprocess.run(
             [sys.executable, "-c", code, address], capture_output=True, text=True, timeout=_READ_TIMEOUT_S, check=True

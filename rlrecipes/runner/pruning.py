@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rlrecipes.config.schema import PrunerConfig
 from rlrecipes.errors import Pruned, RunError
 from rlrecipes.plan.nodes import Plan
+from rlrecipes.tracking.curves import to_series
 from rlrecipes.tracking.log import read_records
 from rlrecipes.tracking.metrics import find_metric
 from rlrecipes.tracking.mlflow_sink import METRICS_FILE
@@ -28,10 +30,7 @@ class Pruner:
     """
 
     def __init__(self, config: PrunerConfig, record: SweepRecord, run_dir: Path) -> None:
-        import optuna  # here, since a run must not find out later that it cannot
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._optuna = optuna
+        self._optuna = import_optuna()  # here, since a run must not find out later that it cannot
         self._config = config
         self._record = record
         self._run_dir = run_dir
@@ -88,8 +87,7 @@ class Pruner:
         return self._read[path][1]
 
     def _parse(self, path: Path) -> dict[int, float]:
-        name = self._config.metric
-        values = {record.step: record.metrics[name] for record in read_records(path) if name in record.metrics}
+        values = to_series(read_records(path), self._config.metric)
         return {step: value for step, value in values.items() if math.isfinite(value)}
 
 
@@ -102,7 +100,15 @@ def build_pruner(plan: Plan) -> Pruner | None:
     Returns:
         None where the Plan has none, or is no point of a sweep.
     """
-    found = find_point(Path(plan.runs_dir), plan.tracking.sweep, Path(plan.run_dir))
-    if plan.pruner is None or found is None:
+    if plan.pruner is None:
         return None
-    return Pruner(plan.pruner, found[0], Path(plan.run_dir))
+    found = find_point(Path(plan.runs_dir), plan.tracking.sweep, Path(plan.run_dir))
+    return Pruner(plan.pruner, found[0], Path(plan.run_dir)) if found is not None else None
+
+
+def import_optuna() -> Any:
+    """Optuna, saying no more than warnings; to import it takes a second."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna

@@ -6,7 +6,7 @@ with the run they had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +14,12 @@ from rlrecipes.config.compose import SearchSpace
 from rlrecipes.config.schema.section import NonNegativeInt, PositiveInt, Section
 from rlrecipes.config.validation import read_options
 from rlrecipes.errors import ConfigError
+from rlrecipes.runner.pruning import import_optuna
 from rlrecipes.suggest import did_you_mean
+from rlrecipes.tracking.curves import to_series
 from rlrecipes.tracking.log import read_records
 from rlrecipes.tracking.metrics import find_metric, iterate_metrics
+from rlrecipes.tracking.mlflow_sink import METRICS_FILE
 from rlrecipes.tracking.sweeps import Point, PointState, SweepRecord
 
 _WHERE = "hydra.sweeper"
@@ -59,7 +62,7 @@ def run_study(
     """
     config = _read_options(options, space)
     study = _build_study(config, record.directory / _STUDY)
-    states = _import_optuna().trial.TrialState
+    states = import_optuna().trial.TrialState
     waiting = [(trial.number, trial.user_attrs[_WORDS]) for trial in study.get_trials(states=(states.RUNNING,))]
     while True:
         left = config.num_points - len(study.trials) + len(waiting)
@@ -92,15 +95,8 @@ def _read_options(options: Any, space: SearchSpace) -> StudyConfig:
     return config
 
 
-def _import_optuna() -> Any:
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
-
-
 def _build_study(config: StudyConfig, path: Path) -> Any:
-    optuna = _import_optuna()
+    optuna = import_optuna()
     from optuna.storages.journal import JournalFileBackend, JournalStorage
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +125,7 @@ def _is_registered(study: Any, number: int, words: list[str], register: Callable
         register(words)
     except ConfigError as error:
         print(f"trial {number} is refused: {error}", flush=True)
-        study.tell(number, state=_import_optuna().trial.TrialState.FAIL)
+        study.tell(number, state=import_optuna().trial.TrialState.FAIL)
         return False
     return True
 
@@ -137,7 +133,7 @@ def _is_registered(study: Any, number: int, words: list[str], register: Callable
 def _tell(study: Any, number: int, point: Point, metric: str) -> None:
     value = _read_last(Path(point.run_dir), metric) if point.state is PointState.FINISHED else None
     if value is None:
-        states = _import_optuna().trial.TrialState
+        states = import_optuna().trial.TrialState
         study.tell(number, state=states.PRUNED if point.state is PointState.PRUNED else states.FAIL)
         if point.state is PointState.FINISHED:
             print(f"{point.run_name} logged no {metric}", flush=True)
@@ -148,7 +144,5 @@ def _tell(study: Any, number: int, point: Point, metric: str) -> None:
 
 
 def _read_last(run_dir: Path, metric: str) -> float | None:
-    values: Sequence[float] = [
-        record.metrics[metric] for record in read_records(run_dir / "metrics.jsonl") if metric in record.metrics
-    ]
+    values = list(to_series(read_records(run_dir / METRICS_FILE), metric).values())
     return values[-1] if values else None

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlrecipes.config.schema import ModelShapes, RlConfig, RunConfig
+from rlrecipes.plan.hosts import LAST_PORT
 from rlrecipes.plan.parameters import compute_num_parameters
 from rlrecipes.plan.rules.rule import GROUP, MODEL, Facts, Found, fact_rule, list_models, rule
 
-_LAST_PORT = 65535
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _OPTIMIZER_BYTES = 12
 """A parameter's fp32 copy and Adam's two moments."""
@@ -39,7 +39,7 @@ def ports_are_in_range(facts: Facts) -> Iterator[Found]:
     """A port has 16 bits; an engine's own port counts up over the engines of its group."""
     told: set[str] = set()
     for where, _, port in _list_fixed_ports(facts):
-        if not 0 < port <= _LAST_PORT and where not in told:
+        if not 0 < port <= LAST_PORT and where not in told:
             told.add(where)
             yield Found(where, f"gives a process the port {port}")
 
