@@ -50,7 +50,8 @@ def to_series(records: Sequence[MetricRecord], name: str) -> dict[int, float]:
     Returns:
         step -> value, by step.
     """
-    return dict(sorted((record.step, record.metrics[name]) for record in records if name in record.metrics))
+    values = {record.step: record.metrics[name] for record in records if name in record.metrics}
+    return dict(sorted(values.items()))
 
 
 def draw_curves(

@@ -259,3 +259,9 @@ def test_panels_of_any_number_and_gaps_can_be_drawn(tmp_path, num_metrics):
 def test_nothing_to_draw_writes_nothing(tmp_path):
     assert not draw_curves({"a": [[]]}, tmp_path / "c.png")
     assert not (tmp_path / "c.png").exists()
+
+
+def test_of_a_step_logged_twice_the_later_value_counts_also_where_it_is_smaller():
+    logged = [(1, 0.5), (2, 0.9), (2, 0.3), (1, 0.7)]
+    records = [MetricRecord(step, float(when), {"reward/mean": value}) for when, (step, value) in enumerate(logged)]
+    assert list(to_series(records, "reward/mean").items()) == [(1, 0.7), (2, 0.3)]
