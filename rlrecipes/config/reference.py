@@ -132,7 +132,7 @@ def _kind(value: _Schema) -> str:
     if value["type"] == "object":
         named = value.get("additionalProperties")
         return f"name -> {_kind(named)}" if isinstance(named, Mapping) else "name -> anything"
-    bounds = [f"{sign} {value[bound]:g}" for bound, sign in _BOUNDS.items() if bound in value]
+    bounds = [f"{sign} {value[bound]}" for bound, sign in _BOUNDS.items() if bound in value]
     return " ".join([_TYPES[value["type"]], ", ".join(bounds)]).strip()
 
 

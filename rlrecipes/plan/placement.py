@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlrecipes.config.schema import ParallelConfig, RunConfig, ServerGroupConfig
+from rlrecipes.config.schema import ParallelConfig, PlacementKind, RunConfig, ServerGroupConfig
 from rlrecipes.errors import Problem
 from rlrecipes.plan.nodes import DeviceNode, HostNode
+
+MAX_CPU_PROCESSES_PER_HOST = 4096
+"""Trainer ranks and engine ranks; above it a size is a mistake, told before they are listed one by one."""
 
 type GroupKey = tuple[str, str]
 """Served model, server group."""
@@ -64,7 +67,17 @@ def place(config: RunConfig, hosts: tuple[HostNode, ...], problems: list[Problem
     num_ranks = count_trainer_ranks(config.parallel)
     counts = count_engines(config, hosts)
     if config.topology.device == "cpu":
-        return _place_on_cpus(config, counts, num_ranks, len(hosts) or 1)
+        num_processes = num_ranks + sum(_count_engine_devices(config, counts).values())
+        limit = MAX_CPU_PROCESSES_PER_HOST * len(hosts)
+        if num_processes > limit:
+            problem = f"needs {num_processes} processes on CPUs; {limit} is the most on {len(hosts)} machines"
+            problems.append(Problem("topology", problem, "lower parallel sizes or engines"))
+            return Placement()
+        return _place_on_cpus(config, counts, num_ranks, len(hosts))
+    num_gpus = sum(host.num_gpus for host in hosts)
+    if _count_needed(config, counts) > num_gpus:
+        problems.append(_too_few(config, counts, num_gpus))
+        return Placement()
     gpus = [DeviceNode(node=node, gpu=gpu) for node, host in enumerate(hosts) for gpu in range(host.num_gpus)]
     trainer = gpus[:num_ranks]
     shared = _Pool(hosts, [0] * len(hosts))
@@ -75,7 +88,7 @@ def place(config: RunConfig, hosts: tuple[HostNode, ...], problems: list[Problem
     own = _Pool(hosts, [max(pair) for pair in zip(taken, shared.taken, strict=True)])
     places |= {key: own.take(group.gpus_per_engine) for key, group in engines if not _is_colocated(group)}
     if len(trainer) < num_ranks or not all(places.values()):
-        problems.append(_too_few(config, counts, len(gpus)))
+        problems.append(_too_few(config, counts, num_gpus))
         return Placement()
     return Placement(tuple(trainer), counts, places, tuple(_notes(config, hosts, places)))
 
@@ -176,12 +189,25 @@ def _engines(config: RunConfig, counts: Mapping[GroupKey, int]) -> Iterator[tupl
             yield (model_name, name, number), group
 
 
+def _count_engine_devices(config: RunConfig, counts: Mapping[GroupKey, int]) -> dict[PlacementKind, int]:
+    """Devices of all engines by their groups' placement, without listing any."""
+    sums: dict[PlacementKind, int] = {"colocated": 0, "disaggregated": 0}
+    for model_name, model in config.topology.served_models.items():
+        for name, group in model.server_groups.items():
+            if group.engine != "external":
+                sums[group.placement] += counts[model_name, name] * group.gpus_per_engine
+    return sums
+
+
+def _count_needed(config: RunConfig, counts: Mapping[GroupKey, int]) -> int:
+    """GPUs of trainer and engines, however well they are packed."""
+    sums = _count_engine_devices(config, counts)
+    return max(count_trainer_ranks(config.parallel), sums["colocated"]) + sums["disaggregated"]
+
+
 def _too_few(config: RunConfig, counts: Mapping[GroupKey, int], num_gpus: int) -> Problem:
-    num_ranks = count_trainer_ranks(config.parallel)
-    sums = {"colocated": 0, "disaggregated": 0}
-    for _, group in _engines(config, counts):
-        sums[group.placement] += group.gpus_per_engine
-    needed = max(num_ranks, sums["colocated"]) + sums["disaggregated"]
+    num_ranks, needed = count_trainer_ranks(config.parallel), _count_needed(config, counts)
+    sums = _count_engine_devices(config, counts)
     parts = (
         f"{num_ranks} trainer ranks, {sums['colocated']} engine GPUs colocated and {sums['disaggregated']} of their own"
     )

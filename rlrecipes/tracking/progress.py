@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -55,7 +56,7 @@ class Progress(Protocol):
 
         Args:
             step: its number, from 0.
-            metrics: as logged; what is missing is not shown.
+            metrics: as logged, ``time/step_s`` among them; of the others what is missing is not shown.
         """
 
     def show(self, text: str) -> None:
@@ -63,7 +64,7 @@ class Progress(Protocol):
 
 
 class StepClock:
-    """Tells how long a step takes and what is left.
+    """Tells how long what is left takes.
 
     Args:
         total_steps: of the run.
@@ -73,27 +74,28 @@ class StepClock:
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total_steps = total_steps
         self._clock = clock
-        self._last = clock()
+        self._last = math.inf
         self._durations: deque[float] = deque(maxlen=_NUM_STEPS_FOR_ETA)
 
     def now(self) -> float:
         """Seconds on the clock."""
         return self._clock()
 
-    def finish_step(self, step: int) -> tuple[float, float]:
+    def finish_step(self, step: int, own_s: float) -> float:
         """Take the time.
 
         Args:
             step: that has ended, from 0.
+            own_s: seconds of the step itself, without an evaluation or checkpoint after it.
 
         Returns:
-            Its duration and the expected time of all that are left, in seconds, from the mean of the last ten.
+            The expected seconds of all that are left, from the mean of the last ten: each from the end of the one
+            before, so that evaluations and checkpoints count; the first by itself, since before it the run started.
         """
         now = self._clock()
-        self._durations.append(now - self._last)
+        self._durations.append(max(own_s, now - self._last))
         self._last = now
-        mean_s = sum(self._durations) / len(self._durations)
-        return self._durations[-1], mean_s * max(0, self._total_steps - step - 1)
+        return sum(self._durations) / len(self._durations) * max(0, self._total_steps - step - 1)
 
 
 def build_progress(
@@ -156,8 +158,9 @@ class LineProgress(AbstractContextManager["LineProgress"]):
 
     def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """See ``Progress``."""
-        step_s, eta_s = self._steps.finish_step(step)
-        parts = describe_step(metrics, step_s, self._tokens_per_s)
+        step_s = metrics["time/step_s"]
+        eta_s = self._steps.finish_step(step, step_s)
+        parts = describe_step(metrics, self._tokens_per_s)
         line = f"step {step + 1}/{self._total_steps}: {', '.join(parts)}, {format_duration(eta_s)} left"
         is_slow = step_s >= 1.0
         self._write_seldom(line, should_force=is_slow or step + 1 == self._total_steps)
@@ -234,8 +237,8 @@ class LiveProgress(AbstractContextManager["LiveProgress"]):
 
     def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """See ``Progress``."""
-        step_s, eta_s = self._steps.finish_step(step)
-        self._numbers = "  ".join(describe_step(metrics, step_s, self._tokens_per_s))
+        eta_s = self._steps.finish_step(step, metrics["time/step_s"])
+        self._numbers = "  ".join(describe_step(metrics, self._tokens_per_s))
         self._bars.update(self._step_bar, completed=step + 1, note=f"{format_duration(eta_s)} left")
         self._bars.reset(self._work_bar, visible=False)
 
@@ -244,12 +247,11 @@ class LiveProgress(AbstractContextManager["LiveProgress"]):
         self._live.console.print(text, markup=False, highlight=False)
 
 
-def describe_step(metrics: Mapping[str, float], step_s: float, tokens_per_s: float) -> list[str]:
+def describe_step(metrics: Mapping[str, float], tokens_per_s: float) -> list[str]:
     """Say the few numbers people watch.
 
     Args:
-        metrics: of the step.
-        step_s: its duration.
+        metrics: of the step, its duration (``time/step_s``) among them.
         tokens_per_s: of its rollouts; 0 when there were none.
 
     Returns:
@@ -263,7 +265,7 @@ def describe_step(metrics: Mapping[str, float], step_s: float, tokens_per_s: flo
     parts += [f"{name.removesuffix('/accuracy')} {v:.1%}" for name, v in metrics.items() if name.endswith("/accuracy")]
     if tokens_per_s:
         parts.append(f"{tokens_per_s:.0f} tokens/s")
-    return [*parts, f"{metrics.get('time/step_s', step_s):.1f} s/step"]
+    return [*parts, f"{metrics['time/step_s']:.1f} s/step"]
 
 
 def format_duration(seconds: float) -> str:

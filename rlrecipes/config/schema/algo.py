@@ -8,6 +8,7 @@ from pydantic import Field
 
 from rlrecipes.config.schema.optim import OptimConfig
 from rlrecipes.config.schema.section import (
+    Count,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -107,7 +108,7 @@ class RlConfig(Section):
     """rl: rollouts, rewards, a policy loss."""
     name: str
     """Name in logs and in run directories."""
-    group_size: PositiveInt
+    group_size: Count
     """Rollouts per prompt."""
     estimator: Literal["group", "returns", "gae"]
     """Advantages. group: the rollout's reward against its group's baseline, the same for all its tokens. returns: the

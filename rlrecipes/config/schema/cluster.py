@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from rlrecipes.config.schema.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from pydantic import Field
+
+from rlrecipes.config.schema.section import PositiveFloat, PositiveInt, Section
 
 ClusterSource = Literal["described", "host", "ray", "slurm"]
 
@@ -43,9 +45,9 @@ class ClusterConfig(Section):
     """Of the Ray cluster, host:port or auto."""
     partition: str | None
     """Of SLURM; null: the default one."""
-    num_nodes: PositiveInt | None
+    num_nodes: Annotated[int, Field(ge=1, le=1 << 15)] | None
     """Machines; of what is read: how many are used, those with most GPUs first; null: all."""
-    gpus_per_node: NonNegativeInt | None
+    gpus_per_node: Annotated[int, Field(ge=0, le=128)] | None
     """GPUs of one machine."""
     cpus_per_node: PositiveInt | None
     """Cores of one machine, as its operating system counts them."""

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rlrecipes.config.schema.section import NativeOptions, PositiveInt, Section
+from rlrecipes.config.schema.section import Count, NativeOptions, PositiveInt, Section
 
 
 class ParallelConfig(Section):
     """How the trainer is split (conf/parallel)."""
 
-    tensor_model_parallel_size: PositiveInt
+    tensor_model_parallel_size: Count
     """TP."""
-    pipeline_model_parallel_size: PositiveInt
+    pipeline_model_parallel_size: Count
     """PP."""
-    virtual_pipeline_model_parallel_size: PositiveInt | None
+    virtual_pipeline_model_parallel_size: Count | None
     """VPP: model chunks of one rank, which shorten the pipeline's bubble; null: one."""
-    context_parallel_size: PositiveInt
+    context_parallel_size: Count
     """CP: each sequence is spread over so many ranks."""
-    data_parallel_size: PositiveInt
+    data_parallel_size: Count
     """DP; ranks = TP x PP x CP x DP."""
-    expert_model_parallel_size: PositiveInt
+    expert_model_parallel_size: Count
     """EP: experts are spread over so many ranks of TP x CP x DP."""
-    expert_tensor_parallel_size: PositiveInt | None
+    expert_tensor_parallel_size: Count | None
     """ETP: each expert is split over so many ranks; null: TP."""
     sequence_parallel: bool
     """SP: whether activations outside attention are split over TP."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rlrecipes.config.schema.section import (
+    Count,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -42,7 +43,7 @@ class EvaluationConfig(Section):
 
     num_prompts: PositiveInt
     """The first so many rows of data.eval_path."""
-    num_samples_per_prompt: PositiveInt
+    num_samples_per_prompt: Count
     """Rollouts per prompt; above 1 also gives pass@k."""
     sampling: SamplingConfig
     """How evaluation samples."""
@@ -64,7 +65,7 @@ class GenerateConfig(Section):
     """`single_turn`, `multi_turn`, or `module:function` of your own."""
     options: dict[str, Any]
     """Keyword arguments of your own function."""
-    max_turns: PositiveInt
+    max_turns: Count
     """Most answers in a rollout; each has its own max_new_tokens."""
     max_observation_tokens: NonNegativeInt
     """Longest text shown between two answers, tokens, the chat template's own included."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlrecipes.config.schema.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlrecipes.config.schema.section import Count, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class ScheduleConfig(Section):
@@ -14,9 +14,9 @@ class ScheduleConfig(Section):
 
     num_steps: PositiveInt
     """Steps of the run."""
-    prompts_per_step: PositiveInt
+    prompts_per_step: Count
     """Prompts collected per step (SFT: samples)."""
-    num_train_steps: PositiveInt
+    num_train_steps: Count
     """Optimizer updates per step; must divide prompts_per_step."""
     eval_interval: NonNegativeInt
     """Steps between evaluations; 0: only before and after."""

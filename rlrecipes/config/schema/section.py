@@ -7,6 +7,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=1 << 20)]
+"""Of what a Plan lists one by one (devices, engines, rollouts of a step): more would fill the memory of the laptop that
+resolves it."""
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]

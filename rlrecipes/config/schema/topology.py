@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rlrecipes.config.schema.section import NativeOptions, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlrecipes.config.schema.section import Count, NativeOptions, NonNegativeInt, PositiveFloat, Section
 
 WorkerType = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
 EngineKind = Literal["embedded", "sglang", "external"]
@@ -22,16 +22,16 @@ class ServerGroupConfig(Section):
     placement: PlacementKind
     """colocated: on the trainer's GPUs, from the first that no group before it took. disaggregated: on GPUs of its
     own."""
-    num_engines: PositiveInt | None
+    num_engines: Count | None
     """Engines; null: as many as fill the GPUs, shared evenly among the groups that say null: of colocated ones the
     trainer's, of disaggregated ones those that nobody else takes. External engines are counted by their urls."""
-    gpus_per_engine: PositiveInt
+    gpus_per_engine: Count
     """TP x PP of one engine."""
-    pipeline_parallel_size: PositiveInt
+    pipeline_parallel_size: Count
     """PP of one engine."""
-    attention_data_parallel_size: PositiveInt
+    attention_data_parallel_size: Count
     """Replicas of attention inside one engine (SGLang's dp_size with DP attention); 1: none."""
-    expert_parallel_size: PositiveInt
+    expert_parallel_size: Count
     """EP of one engine."""
     urls: tuple[str, ...]
     """Of external engines, http://host:port."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rlrecipes.config.schema import RunConfig
+from rlrecipes.config.schema import RlConfig, RunConfig
 from rlrecipes.plan.rules.rule import Found, list_divisors_near, rule
+
+MAX_ROLLOUTS_PER_STEP = 1 << 20
 
 
 @rule("schedule.num_train_steps", fix="use a divisor of prompts_per_step, or a multiple of it as prompts_per_step")
@@ -20,4 +22,16 @@ def train_steps_divide_prompts(config: RunConfig) -> Iterator[Found]:
         yield Found("schedule.num_train_steps", f"is {parts}, which does not divide prompts_per_step={prompts}", fix)
 
 
-RULES = (train_steps_divide_prompts,)
+@rule("schedule.prompts_per_step", fix="lower schedule.prompts_per_step or algo.group_size")
+def rollouts_of_a_step_can_be_listed(config: RunConfig) -> Iterator[Found]:
+    """Collector, batches and predictions hold every rollout of a step at once."""
+    group_size = config.algo.group_size if isinstance(config.algo, RlConfig) else 1
+    num_rollouts = config.schedule.prompts_per_step * group_size
+    if num_rollouts > MAX_ROLLOUTS_PER_STEP:
+        yield Found(
+            "schedule.prompts_per_step",
+            f"times the group size is {num_rollouts} rollouts of one step; {MAX_ROLLOUTS_PER_STEP} are the most",
+        )
+
+
+RULES = (train_steps_divide_prompts, rollouts_of_a_step_can_be_listed)

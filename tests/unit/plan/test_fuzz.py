@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import resource
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -58,6 +60,16 @@ JUNK = (
 )
 WAYS = ["typed"] * 10 + ["cross"] * 6 + ["scale"] * 4 + ["junk", "delete", "misspell", "unknown"]
 COMPOSED = {}
+
+
+@pytest.fixture(autouse=True)
+def little_memory():
+    """What lists something without end fails here with its traceback, not by the machine's memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def base_of(name):
@@ -209,6 +221,31 @@ def test_a_broken_recipe_is_refused_in_words_or_runs_by_the_rules(name):
             check_keeps_the_rules(plan, config)
 
     check()
+
+
+@pytest.mark.parametrize("name", ["default", "mixed"])
+def test_a_number_beyond_all_measure_is_answered_without_listing_anything(name):
+    """On CPUs, whose number bounds nothing, and on GPUs."""
+    data, origins = base_of(name)
+    numbers = [
+        (section, key)
+        for _, section in sections_of(data)
+        for key, value in section.items()
+        if value is None or (isinstance(value, int) and not isinstance(value, bool))
+    ]
+    for section, key in numbers:
+        value = section[key]
+        for absurd in (1 << 20, 10**15):
+            section[key] = absurd
+            config, problems = validate(data, origins)
+            if config is None:
+                check_told_well(problems)
+                continue
+            try:
+                resolve(config, hosts_of(config), origins)
+            except ConfigError as error:
+                check_told_well(error.problems)
+        section[key] = value
 
 
 @settings(max_examples=NUM_CASES // 200, deadline=None, suppress_health_check=list(HealthCheck), database=None)

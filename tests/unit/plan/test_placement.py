@@ -64,6 +64,12 @@ def test_without_gpus_ranks_are_spread_and_engines_go_where_fewest_are():
     assert places(alone, "main") == [[(0, None)]] and alone.num_used_gpus == {0: 0}
 
 
+@pytest.mark.parametrize("asked", ["parallel.data_parallel_size=5000", f"{GROUPS}.main.num_engines=5000"])
+def test_more_processes_than_a_machine_without_gpus_can_hold_are_refused(asked):
+    with pytest.raises(ConfigError, match="needs 5001 processes on CPUs; 4096 is the most on 1 machines"):
+        plan_of(asked, "schedule.prompts_per_step=5000", hosts=hosts_of(0))
+
+
 def test_disaggregated_engines_fill_what_the_trainer_leaves():
     plan = plan_of("topology=disaggregated", "parallel.data_parallel_size=3", hosts=hosts_of(8))
     assert places(plan, "main") == [[(0, gpu)] for gpu in range(3, 8)]

@@ -41,6 +41,9 @@ CASES = [
     # batch
     Case("train_steps_divide_prompts", "schedule.num_train_steps", {"schedule.num_train_steps": 3},
          {"schedule.num_train_steps": 4}, told="use one of 2, 4, 1, or prompts_per_step=18"),
+    Case("rollouts_of_a_step_can_be_listed", "schedule.prompts_per_step",
+         {"schedule.prompts_per_step": 4096, "algo.group_size": 257},
+         {"schedule.prompts_per_step": 4096, "algo.group_size": 256}, told="1052672 rollouts"),
     # objective
     Case("custom_loss_fits", "algo.policy_loss", {"algo.policy_loss": "json:dumps"},
          {"algo.policy_loss": "clipped"}),

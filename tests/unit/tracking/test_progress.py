@@ -13,6 +13,7 @@ from rlrecipes.tracking.progress import (
 )
 
 METRICS = {"reward/mean": 0.4125, "train/approx_kl": 0.5, "train/ref_kl": 0.00123, "response/mean_tokens": 33.7}
+METRICS |= {"time/step_s": 30.0}
 
 
 class Clock:
@@ -59,7 +60,7 @@ def test_lines_inside_a_step_are_seldom(progress, lines, clock):
 def test_fast_steps_are_seldom_too_but_the_last_is_shown(progress, lines, clock):
     for step in range(40):
         clock.now += 0.6
-        progress.finish_step(step, {"sft/loss": 2.0})
+        progress.finish_step(step, {"sft/loss": 2.0, "time/step_s": 0.6})
     assert [line.split(":")[1] for line in lines] == [" step 17/40", " step 34/40", " step 40/40"]
     assert lines[-1] == "train: step 40/40: loss 2.0000, 0.6 s/step, 0s left"
 
@@ -74,12 +75,20 @@ def test_the_eta_follows_the_last_ten_steps(clock):
     steps = StepClock(100, clock)
     for step in range(30):
         clock.now += 100.0 if step < 20 else 2.0
-        step_s, eta_s = steps.finish_step(step)
-    assert (step_s, eta_s) == (2.0, 140.0)
+        eta_s = steps.finish_step(step, 2.0)
+    assert eta_s == 140.0
+
+
+def test_the_eta_counts_evaluations_between_steps_and_nothing_before_the_first(clock):
+    steps = StepClock(3, clock)
+    clock.now += 1000.0  # processes start, the model is measured before it is trained
+    assert steps.finish_step(0, 2.0) == 4.0
+    clock.now += 8.0
+    assert steps.finish_step(1, 2.0) == 5.0
 
 
 def test_evaluation_metrics_are_percent():
-    assert describe_step({"eval/gsm8k/accuracy": 0.5}, 2.0, 0.0) == ["eval/gsm8k 50.0%", "2.0 s/step"]
+    assert describe_step({"eval/gsm8k/accuracy": 0.5, "time/step_s": 2.0}, 0.0) == ["eval/gsm8k 50.0%", "2.0 s/step"]
 
 
 @pytest.mark.parametrize(
