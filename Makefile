@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 SGLANG := .venv-sglang
 TRL := .venv-trl
 UV = $(BIN)/uv
+# A test process that dies ends the run: pytest-xdist would start another and then wait for ever.
+AT_ONCE := -n 3 --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 STAMP := $(VENV)/.installed
 SGLANG_STAMP := $(SGLANG)/.installed
 TRL_STAMP := $(TRL)/.installed
@@ -24,10 +26,10 @@ quickstart: $(STAMP) ## train a small model on two cores: SFT, then GRPO; shows 
 
 test: $(STAMP) $(SGLANG_STAMP) ## static checks and all CPU tests (under 15 minutes on two cores; three at once, since they wait a lot)
 	@$(MAKE) --no-print-directory -j 2 check coverage
-	$(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not slow and not gpu"
+	$(BIN)/pytest $(AT_ONCE) -m "not slow and not gpu"
 
 test-full: check $(STAMP) $(SGLANG_STAMP) ## the same and the slow ones
-	$(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not gpu"
+	$(BIN)/pytest $(AT_ONCE) -m "not gpu"
 
 test-gpu: $(STAMP) ## what needs a GPU
 	$(BIN)/pytest -m gpu tests/gpu
@@ -37,7 +39,7 @@ coverage: $(STAMP) ## every line and branch of algos and batching is reached by 
 	  --ignore tests/unit/algos/test_algorithms_page.py
 	$(BIN)/coverage report
 
-mutation: $(STAMP) ## break algos in every small way; docs/mutation.md lists what no test can notice (an hour on two cores)
+mutation: $(STAMP) ## break algos in every small way; docs/mutation.md lists what no test can notice (ten minutes on two cores)
 	$(BIN)/mutmut run --max-children 2
 	$(BIN)/mutmut results
 

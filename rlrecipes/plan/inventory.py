@@ -164,8 +164,9 @@ def read_figures(native: Mapping[str, Any]) -> dict[str, Any]:
     return figures
 
 
+@cache
 def read_installed_version(package: str, python: str | None) -> str | None:
-    """Version of a package where it will run, read from its metadata without starting anything.
+    """Version of a package where it will run, read from its metadata without starting anything, once.
 
     Args:
         package: the distribution.

@@ -173,6 +173,8 @@ def _serve(rank: int, tasks: Connection) -> None:
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process sees no end of its parent
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what imports made is not gone through after every task
     while True:
         function, port, arguments = tasks.recv()
         try:
@@ -210,7 +212,8 @@ class RankGroup:
     """
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["rlrecipes.engines.megatron.rank"])  # imported once for all of them
         self._tasks: list[Connection] = []
         self._processes: list[Any] = []
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import resource
@@ -75,9 +74,9 @@ def little_memory():
 def base_of(name):
     if name not in COMPOSED:
         recipe = compose(BASES[name])
-        COMPOSED[name] = (recipe.config.model_dump(mode="json"), recipe.origins)
-    data, origins = COMPOSED[name]
-    return copy.deepcopy(data), origins
+        COMPOSED[name] = (recipe.config.model_dump_json(), recipe.origins)
+    text, origins = COMPOSED[name]
+    return json.loads(text), origins
 
 
 def sections_of(data, path=()):
