@@ -59,9 +59,10 @@ setup: $(STAMP) ## make .venv from the lock
 
 sglang: $(SGLANG_STAMP) ## make .venv-sglang, the real SGLang for CPU
 
-slurm: ## install SLURM's Debian packages (as root), for the tests that start one
-	@command -v slurmctld /usr/sbin/slurmctld >/dev/null || \
-	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm slurmd slurmctld; }
+debian: ## install what some tests use (as root): SLURM, Chromium, fish
+	@{ command -v slurmctld || command -v /usr/sbin/slurmctld; } >/dev/null && command -v chromium fish >/dev/null || \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	    slurm-wlm slurmd slurmctld chromium fish; }
 
 trl: $(TRL_STAMP) ## make .venv-trl, which benchmarks/grpo_speed.py runs against
 
@@ -103,4 +104,4 @@ $(TRL_STAMP): requirements/trl.txt $(STAMP)
 	$(UV) pip install -q --python $(TRL)/bin/python --no-deps --require-hashes -r requirements/trl.txt
 	@touch $@
 
-.PHONY: help quickstart test test-full test-gpu coverage mutation check fmt setup sglang slurm trl docs inventory lock
+.PHONY: help quickstart test test-full test-gpu coverage mutation check fmt setup sglang debian trl docs inventory lock

@@ -18,7 +18,7 @@ PATH = f"{os.environ['PATH']}:/usr/sbin"
 _DAEMONS = ("slurmctld", "slurmd", "sinfo", "scontrol", "sbatch")
 _MISSING = [name for name in _DAEMONS if not shutil.which(name, path=PATH)]
 NEEDS_SLURM = [
-    pytest.mark.skipif(bool(_MISSING), reason=f"no {', '.join(_MISSING)}: make slurm"),
+    pytest.mark.skipif(bool(_MISSING), reason=f"no {', '.join(_MISSING)}: make debian"),
     pytest.mark.skipif(os.geteuid() != 0, reason="slurmd runs as root only"),
 ]
 _START_TIMEOUT_S = 90

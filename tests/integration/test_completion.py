@@ -78,7 +78,7 @@ def test_verbs_groups_keys_and_flags_in_bash(tmp_path):
     ]
 
 
-@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish: apt-get install fish")
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish: make debian")
 def test_fish(tmp_path):
     script = 'rlrecipes -sc install=fish | source; complete -C "rlrecipes pl"; complete -C "rlrecipes plan algo=gr"'
     env = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "HOME": str(tmp_path)}

@@ -20,7 +20,7 @@ from tests.unit.tracking.test_report import write_run
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"> $x<y$ &amp;"
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on PATH: apt-get install chromium")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on PATH: make debian")
 
 
 def browse(url, tmp_path, *flags):
