@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-
 _TOGETHER = {
     "tests/contract/": "one real SGLang",
     "tests/integration/test_deaths.py": "one undisturbed run",
