@@ -37,6 +37,7 @@ METRICS = (
     "rollout/tokens_per_s_per_gpu",
     "train/time_s",
     "train/mfu_fraction",
+    "train/gpu_allocated_bytes_max",
     "weight_sync/time_s",
     "weight_sync/num_bytes",
     "time/offload_s",

@@ -32,15 +32,13 @@ from rlrecipes.config.schema import RlConfig
 from rlrecipes.custom import load_custom
 from rlrecipes.errors import TrainerError
 from rlrecipes.plan.nodes import Plan
+from rlrecipes.plan.parameters import compute_flops_per_token
 from rlrecipes.plan.passes import find_logprob_passes
 from rlrecipes.plan.rules.objective import POLICY_LOSS
 from rlrecipes.rollout.samples import to_samples
 from rlrecipes.runner.cluster import TrainerGroup
 from rlrecipes.runner.credit import assign_credit, to_masks
 from rlrecipes.types import Group, MicroBatch, Sample
-
-H200_BF16_FLOPS = 989e12
-"""Dense bf16 peak of an H200 (and H100 SXM), FLOP/s, from NVIDIA's data sheet."""
 
 Objective = Callable[..., Any]
 
@@ -65,7 +63,10 @@ class Learner:
         self._trainers = trainers
         self._objective = build_objective(plan)
         self._value_objective = build_value_objective(plan)
-        self._peak_flops: float | None = None
+        gpu = plan.cluster.gpu if plan.trainer.device == "cuda" else None
+        self._rank_flops_per_s = None if gpu is None else gpu.bf16_flops_per_s
+        # A critic gives one number where the policy gives one for each token of the vocabulary.
+        self._critic_flops_per_token = compute_flops_per_token(plan.model.shapes.model_copy(update={"vocab_size": 1}))
 
     async def train_groups(self, groups: Sequence[Group], *, step: int, weight_version: int) -> dict[str, float]:
         """RL on the groups of one step.
@@ -186,6 +187,7 @@ class Learner:
         found: list[Mapping[str, float]] = []
         critic: list[Mapping[str, float]] = []
         num_micro_batches = num_idle_tokens = 0
+        num_flops = 0.0
         for part in parts:
             if not any(any(sample.loss_mask) for sample in part):
                 continue  # every rollout was left out
@@ -193,17 +195,23 @@ class Learner:
             if self._value_objective is not None:
                 grid = self._per_rank(self._grid(weighted))
                 critic.append((await self._trainers.run("critic_step", self._value_objective, per_rank=grid))[0])
+                num_flops += self._critic_flops_per_token * _count_tokens(weighted)
             if not should_move_policy:
                 continue
             moving, idle = self._split_by_gradient(weighted)
             grids = self._grid(moving), self._grid(idle) if idle else [[]] * self._plan.trainer.data_parallel_size
             num_micro_batches += sum(len(grid[0]) for grid in grids)
-            num_idle_tokens += sum(len(sample.token_ids) for sample in idle)
+            num_idle_tokens += _count_tokens(idle)
+            # A forward pass is a third of forward and backward.
+            num_flops += self._plan.model.flops_per_token * (_count_tokens(moving) + _count_tokens(idle) / 3)
             results = await self._trainers.run("train_step", self._objective, per_rank=self._per_rank(*grids))
             found.append(next(result for result in results if result))
         if not found and not critic:
             raise _nothing_to_train()
-        metrics = await self._summarise(found, parts, time.monotonic() - started_s, num_idle_tokens)
+        metrics = self._summarise(found, parts, time.monotonic() - started_s, num_idle_tokens)
+        peak_flops = await self._peak_flops_per_s()
+        if peak_flops is not None:
+            metrics["train/mfu_fraction"] = num_flops / metrics["train/time_s"] / peak_flops
         metrics |= {
             f"critic/{name}": fmean(result[name] for result in critic) for name in (critic[-1] if critic else ())
         }
@@ -240,35 +248,34 @@ class Learner:
             for sample, weight in zip(samples, weights, strict=True)
         ]
 
-    async def _summarise(
+    def _summarise(
         self,
         found: Sequence[Mapping[str, float]],
         parts: Sequence[Sequence[Sample]],
         duration_s: float,
         num_idle_tokens: int,
     ) -> dict[str, float]:
-        num_tokens = sum(len(sample.token_ids) for part in parts for sample in part)
-        peak = await self._peak()
-        # A forward pass is a third of forward and backward.
-        used = self._plan.model.flops_per_token * (num_tokens - num_idle_tokens * 2 / 3) / duration_s
+        num_tokens = sum(_count_tokens(part) for part in parts)
         metrics = {
             "train/num_tokens": float(num_tokens),
             "train/num_train_steps": float(len(found)),
             "train/forward_only_fraction": num_idle_tokens / num_tokens,
             "train/time_s": duration_s,
             "train/tokens_per_s": num_tokens / duration_s,
-            "train/mfu_fraction": used / (peak * self._plan.trainer.num_ranks),
         }
         for name in found[-1] if found else ():
             metrics.setdefault(f"train/{name}", _combine(name, [result[name] for result in found]))
         return metrics
 
-    async def _peak(self) -> float:
-        if self._peak_flops is None:
-            is_cpu = self._plan.trainer.device == "cpu"
-            measured = await self._trainers.run("measure_peak_flops") if is_cpu else [H200_BF16_FLOPS]
-            self._peak_flops = max(measured)
-        return self._peak_flops
+    async def _peak_flops_per_s(self) -> float | None:
+        """What the devices of all ranks multiply at best; None of GPUs that the Plan does not know."""
+        if self._rank_flops_per_s is None and self._plan.trainer.device == "cpu":
+            self._rank_flops_per_s = max(await self._trainers.run("measure_peak_flops"))
+        return None if self._rank_flops_per_s is None else self._rank_flops_per_s * self._plan.trainer.num_ranks
+
+
+def _count_tokens(samples: Sequence[Sample]) -> int:
+    return sum(len(sample.token_ids) for sample in samples)
 
 
 def build_objective(plan: Plan) -> Objective:

@@ -161,7 +161,18 @@ TRAIN = (
     ),
     Metric("train/tokens_per_s", "tokens/s", "trained tokens a second, all ranks", "higher is faster", "higher"),
     Metric(
-        "train/mfu_fraction", "fraction", "model FLOPs used of what the hardware has", "low: small batches", "higher"
+        "train/mfu_fraction",
+        "fraction",
+        "FLOPs of the train steps, the critic's too and attention's quadratic part aside, of what the dense bf16 rate of "
+        "the Plan's GPU allows; a CPU's rate is measured",
+        "low: small batches",
+        "higher",
+    ),
+    Metric(
+        "train/gpu_allocated_bytes_max",
+        "bytes",
+        "most memory that torch had allocated at once in a train step of the policy, on the fullest rank",
+        "far below system/gpu_memory_train_bytes: the allocator holds blocks that nothing uses",
     ),
     Metric("train/time_s", "s", "time of the step's train steps", "lower is faster", "lower"),
 )

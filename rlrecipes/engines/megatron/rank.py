@@ -305,7 +305,8 @@ class TrainerRank:
 
         Returns:
             On every rank the same: ``loss``, ``grad_norm`` (before clipping), ``lr``, ``num_tokens`` (trained, of all
-            ranks), and the objective's metrics averaged over trained tokens (those named ``_max``: the largest).
+            ranks), and the objective's metrics averaged over trained tokens (those named ``_max``: the largest). On
+            GPUs ``gpu_allocated_bytes_max`` too: what torch had allocated at once, on the fullest rank.
 
         Raises:
             TrainerError: loss or gradient is not finite; on every rank, and no weight was changed.
@@ -313,7 +314,13 @@ class TrainerRank:
         self._require_whole()
         self._seed(self._policy.num_train_steps)
         step = build_train_step(self._reader, objective)
-        return self._policy.run_train_step(step, micro_batches, without_gradient)
+        if self._trainer.device == "cpu":
+            return self._policy.run_train_step(step, micro_batches, without_gradient)
+        torch.cuda.reset_peak_memory_stats()
+        metrics = self._policy.run_train_step(step, micro_batches, without_gradient)
+        peak = torch.tensor(torch.cuda.max_memory_allocated(), device="cuda")
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return {**metrics, "gpu_allocated_bytes_max": float(peak)}
 
     # ---- critic
 

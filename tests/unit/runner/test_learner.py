@@ -155,6 +155,40 @@ def test_samples_without_gradient_go_forward_only(overrides, num_idle):
     assert metrics["train/forward_only_fraction"] == num_idle_tokens / metrics["train/num_tokens"]
 
 
+def compute_flops(plan, metrics, num_ranks, rank_flops_per_s):
+    """What the metric says was done."""
+    return metrics["train/mfu_fraction"] * metrics["train/time_s"] * num_ranks * rank_flops_per_s
+
+
+def test_mfu_counts_what_was_done_against_what_the_hardware_can():
+    plan = plan_of()
+    _, metrics = train(plan, GROUPS)
+    moving = sum(3 + s for s in (0, 1)) * 2  # the other two groups have one reward and go forward only
+    done = plan.model.flops_per_token * (moving + moving / 3)
+    assert compute_flops(plan, metrics, 1, 1e9) == pytest.approx(done)
+
+    plan = plan_of(*LAYOUT)
+    gpu = compose(["cluster=h100_8"]).config.cluster.gpu.model_copy(update={"bf16_flops_per_s": 3e14})
+    on_gpus = {"trainer": plan.trainer.model_copy(update={"device": "cuda"})}
+    known = plan.model_copy(update={**on_gpus, "cluster": plan.cluster.model_copy(update={"gpu": gpu})})
+    _, metrics = train(known, GROUPS)
+    assert compute_flops(known, metrics, 8, 3e14) == pytest.approx(done)
+    unknown = plan.model_copy(update={**on_gpus, "cluster": plan.cluster.model_copy(update={"gpu": None})})
+    assert "train/mfu_fraction" not in train(unknown, GROUPS)[1]
+
+
+def test_mfu_counts_the_critic_and_no_policy_that_waits_for_it():
+    plan = plan_of("algo=ppo", "algo.critic.num_warmup_steps=1", "schedule.num_steps=3")
+    shapes = plan.model.shapes
+    critic = plan.model.flops_per_token - 6 * (shapes.vocab_size - 1) * shapes.hidden_size
+    groups = [group_of(index, [float(index)]) for index in range(4)]
+    num_tokens = 4 * 3
+    _, metrics = train(plan, groups, step=0)
+    assert compute_flops(plan, metrics, 1, 1e9) == pytest.approx(critic * num_tokens)
+    _, metrics = train(plan, groups, step=1)
+    assert compute_flops(plan, metrics, 1, 1e9) == pytest.approx((critic + plan.model.flops_per_token) * num_tokens)
+
+
 def test_a_train_step_without_any_gradient_is_still_one():
     trainers, _ = train(plan_of(), [group_of(index, [1.0, 1.0]) for index in range(4)])
     assert trainers.num_idle == [0] and len(per_token(trainers, "advantages")) > 0
