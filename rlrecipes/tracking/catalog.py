@@ -163,7 +163,7 @@ TRAIN = (
     Metric(
         "train/mfu_fraction",
         "fraction",
-        "FLOPs of the train steps, the critic's too and attention's quadratic part aside, of what the dense bf16 rate of "
+        "FLOPs of the train steps, the critic's too and attention's quadratic part aside, of what the bf16 rate of "
         "the Plan's GPU allows; a CPU's rate is measured",
         "low: small batches",
         "higher",
