@@ -63,6 +63,9 @@ def to_engine_command(
             native["enable_weights_cpu_backup"] = True
     if num_nodes > 1:
         native |= {"nnodes": num_nodes, "node_rank": node_rank, "dist_init_addr": "{dist_init_addr}"}
+    elif group.engine == "sglang":
+        # Its own choice is out of the kernel's range and taken a minute later, when another process may have it.
+        native["nccl_port"] = "{nccl_port}"
     return (*words, *to_flags(native | options))
 
 

@@ -175,6 +175,7 @@ class ServedModel:
             "host": machine.address,
             "port": str(port),
             "metrics_port": str(machine.find_free_port()),
+            "nccl_port": str(machine.find_free_port()),
             "standins": str(STANDINS),
             **values,
         }
