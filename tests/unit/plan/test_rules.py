@@ -27,6 +27,7 @@ GAE = {"algo.estimator": "gae", "algo.baseline": "none", "algo.normalize_std": F
 OWN_LOSS = {"algo.policy_loss": "rlrecipes.algos.policy_loss:compute_policy_loss"}
 APART, COLOCATED, PD = ("topology=disaggregated",), ("topology=colocated",), ("topology=pd",)
 EXTERNAL = ("topology=external", f"{MAIN}.urls=[http://localhost:3000]")
+ROUTER_ONLY = ("topology=router_only",)
 MOE = ("model=qwen3_30b_a3b", "topology=disaggregated")
 GROUPS = {"model.shapes.num_query_groups": 4}
 BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
@@ -307,6 +308,12 @@ CASES = [
     Case("engines_of_others_are_reached", "weight_sync.transport",
          {f"{MAIN}.urls": ["http://n7:3000"], "weight_sync.transport": "distributed"},
          {f"{MAIN}.urls": ["http://127.0.0.1:3000"], "weight_sync.transport": "distributed"}, EXTERNAL, (1,)),
+    Case("handles_are_of_gpus_that_are_known", "weight_sync.transport", {"weight_sync.transport": "tensor"},
+         {"weight_sync.transport": "distributed"}, EXTERNAL, (1,)),
+    Case("handles_are_of_gpus_that_are_known", "weight_sync.transport", {"weight_sync.transport": "tensor"},
+         {"weight_sync.transport": "tensor", "topology.device": "cpu"}, EXTERNAL, (1,), "nobody knows"),
+    Case("handles_are_of_gpus_that_are_known", "weight_sync.transport", {"weight_sync.transport": "tensor"},
+         {"weight_sync.transport": "tensor", f"{POLICY}.is_updated": False}, ROUTER_ONLY, (1,)),
     Case("shared_memory_reaches_every_engine", "weight_sync.transport",
          {"weight_sync.transport": "tensor", f"{MAIN}.num_engines": 2},
          {"weight_sync.transport": "distributed", f"{MAIN}.num_engines": 2}, APART, (2, 1), "lies on n0:1"),
