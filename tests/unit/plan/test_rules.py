@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,19 @@ CASES = [
     Case("embedded_engine_is_one_cpu_process", f"{MAIN}.worker_type", {f"{MAIN}.worker_type": "prefill"}, {}),
     Case("external_engines_have_urls", f"{MAIN}.urls", {f"{MAIN}.urls": []}, {}, EXTERNAL, (1,), "nobody is there"),
     Case("external_engines_have_urls", f"{MAIN}.urls", {f"{MAIN}.urls": ["http://a:1"]}, {}),
+    Case("external_engines_are_as_others_made_them", f"{MAIN}.num_engines", {f"{MAIN}.num_engines": 2},
+         {f"{MAIN}.num_engines": 1}, EXTERNAL, (1,), "is 2; urls has 1"),
+    *(
+        Case("external_engines_are_as_others_made_them", f"{MAIN}.{key}", {f"{MAIN}.{key}": value}, {}, EXTERNAL, (1,))
+        for key, value in (
+            *((size, 2) for size in ("gpus_per_engine", "pipeline_parallel_size", "attention_data_parallel_size",
+                                     "expert_parallel_size")),
+            ("python", sys.executable),
+            ("env", {"A": "b"}),
+        )
+    ),
+    Case("external_engines_are_as_others_made_them", f"{MAIN}.env",
+         {f"{MAIN}.env": {"A": "b"}}, {f"{MAIN}.env": {"A": "b"}, f"{MAIN}.engine": "sglang"}, EXTERNAL, (2,)),
     Case("urls_are_addresses", f"{MAIN}.urls", {f"{MAIN}.urls": ["a:1"]}, {}, EXTERNAL, (1,)),
     Case("urls_are_addresses", f"{MAIN}.urls", {f"{MAIN}.urls": ["http://a:1", "http://a:1"]},
          {f"{MAIN}.urls": ["http://a:1", "http://a:2"]}, EXTERNAL, (1,), "twice"),
