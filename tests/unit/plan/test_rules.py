@@ -30,6 +30,7 @@ APART, COLOCATED, PD = ("topology=disaggregated",), ("topology=colocated",), ("t
 EXTERNAL = ("topology=external", f"{MAIN}.urls=[http://localhost:3000]")
 ROUTER_ONLY = ("topology=router_only",)
 MOE = ("model=qwen3_30b_a3b", "topology=disaggregated")
+CRITIC_OPTIM = "algo.critic.optim"
 GROUPS = {"model.shapes.num_query_groups": 4}
 BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 OPD = ("algo=opd",)
@@ -417,8 +418,20 @@ CASES = [
     ),
     Case("learning_rate_decays", "optim.min_lr", {"optim.min_lr": 1.1e-6, "optim.lr": 1e-6},
          {"optim.min_lr": 1e-6, "optim.lr": 1e-6}),
+    Case("learning_rate_decays", f"{CRITIC_OPTIM}.min_lr", {f"{CRITIC_OPTIM}.min_lr": 1.1e-5},
+         {f"{CRITIC_OPTIM}.min_lr": 1e-5}, ("algo=ppo",)),
     Case("warmup_ends_within_the_run", "optim.num_warmup_train_steps", {"optim.num_warmup_train_steps": 31},
          {"optim.num_warmup_train_steps": 30}),
+    Case("warmup_ends_within_the_run", "optim.num_warmup_train_steps",
+         {"optim.num_warmup_train_steps": 41, "schedule.num_train_steps": 2, "algo.critic.num_warmup_steps": 10},
+         {"optim.num_warmup_train_steps": 40, "schedule.num_train_steps": 2, "algo.critic.num_warmup_steps": 10},
+         ("algo=ppo",), told="has 40 train steps"),
+    Case("warmup_ends_within_the_run", f"{CRITIC_OPTIM}.num_warmup_train_steps",
+         {f"{CRITIC_OPTIM}.num_warmup_train_steps": 31, "algo.critic.num_warmup_steps": 10},
+         {f"{CRITIC_OPTIM}.num_warmup_train_steps": 30, "algo.critic.num_warmup_steps": 10}, ("algo=ppo",)),
+    Case("warmup_ends_within_the_run", "optim.num_warmup_train_steps",
+         {"optim.num_warmup_train_steps": 1, "algo.critic.num_warmup_steps": 31},
+         {"algo.critic.num_warmup_steps": 31}, ("algo=ppo",), told="has 0 train steps"),
     Case("reruns_can_be_equal", f"{MAIN}.engine", {"deterministic": True, f"{MAIN}.engine": "sglang"},
          {"deterministic": True}),
     # host
