@@ -167,8 +167,8 @@ class Loop:
             collection.groups, step=self._step, weight_version=self._weight_version
         )
         collector.confirm_trained()
-        name, filtered = self._plan.data.name, collection.num_filtered
-        self._parts.tracker.log_rollouts(build_record(self._step + 1, "train", name, collection.groups, filtered))
+        found = collection.groups, collection.num_filtered, collection.dropped
+        self._parts.tracker.log_rollouts(build_record(self._step + 1, "train", self._plan.data.name, *found))
         return metrics
 
     async def _collect(self, collector: Collector, serving: Serving) -> tuple[Collection, float]:

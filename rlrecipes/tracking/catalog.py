@@ -30,7 +30,13 @@ class Metric:
 
 
 REWARD = (
-    Metric("reward/mean", "reward", "mean reward of the step's rollouts", "rising means the policy learns", "higher"),
+    Metric(
+        "reward/mean",
+        "reward",
+        "mean reward of the step's rollouts, those of dropped groups too",
+        "rising means the policy learns",
+        "higher",
+    ),
     Metric("reward/std", "reward", "spread of rewards over the step's rollouts", "near 0: nothing left to learn from"),
     Metric("reward/min", "reward", "smallest reward of the step", "constant: some prompts are never solved"),
     Metric("reward/max", "reward", "largest reward of the step", "stuck at the floor: tasks are too hard"),
@@ -63,7 +69,10 @@ EVAL = (
 
 LENGTHS = (
     Metric(
-        "response/mean_tokens", "tokens", "mean generated tokens a rollout", "sudden growth: look for reward hacking"
+        "response/mean_tokens",
+        "tokens",
+        "mean generated tokens a rollout, those of dropped groups too",
+        "sudden growth: look for reward hacking",
     ),
     Metric("response/max_tokens", "tokens", "longest response of the step", "at the limit: answers are being cut"),
     Metric("response/min_tokens", "tokens", "shortest response of the step", "near 0: the policy stops at once"),
@@ -75,13 +84,17 @@ ROLLOUT = (
     Metric("rollout/num_groups", "groups", "groups handed to training", "below the batch size: groups were dropped"),
     Metric("rollout/num_rollouts", "rollouts", "rollouts handed to training", "groups times group size"),
     Metric(
-        "rollout/failed_fraction", "fraction", "rollouts that failed", "above 0: read the reasons in the log", "lower"
+        "rollout/failed_fraction",
+        "fraction",
+        "rollouts that failed, of all asked in the step: those of dropped groups too",
+        "above 0: read the reasons in the log",
+        "lower",
     ),
     Metric("rollout/aborted_fraction", "fraction", "rollouts aborted before their end", "rising: work is thrown away"),
     Metric(
         "rollout/zero_variance_fraction",
         "fraction",
-        "groups whose rewards are all equal, which teach GRPO nothing",
+        "groups whose rewards are all equal, which teach GRPO nothing, of all asked in the step: dropped ones too",
         "near 1: tasks are all too easy or all too hard",
     ),
     Metric(
