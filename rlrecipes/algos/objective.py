@@ -6,7 +6,8 @@ An objective is a module-level function ``(batch, logprobs, entropy) -> (loss, m
 there is absent here.
 
 A metric's name says how micro-batches and ranks combine it: ``_max`` is the largest over trained tokens, ``_counts`` is
-a vector that is added up as it is (masked tokens are not in it), any other is the mean over trained tokens.
+a vector that is added up as it is (masked tokens are not in it), ``_loss`` is a part of the loss and summed like it, x
+``loss_weights``; any other is the mean over trained tokens.
 """
 
 from __future__ import annotations

@@ -138,7 +138,12 @@ STALENESS = (
 
 TRAIN = (
     Metric("train/loss", "1", "the loss the optimizer saw", "near 0 in GRPO by construction: read reward instead"),
-    Metric("train/policy_loss", "1", "policy-gradient part of the loss", "its level says little; spikes say trouble"),
+    Metric(
+        "train/policy_loss",
+        "1",
+        "policy-gradient part of train/loss, summed as it is: the same where the loss has no other part",
+        "its level says little; spikes say trouble",
+    ),
     Metric("train/grad_norm", "1", "gradient norm before clipping", "spikes: lower the learning rate"),
     Metric("train/lr", "1", "learning rate of the last train step", "follows the schedule"),
     Metric(
@@ -254,7 +259,13 @@ OFF_POLICY = (
 
 CRITIC = (
     Metric("critic/loss", "reward^2", "the loss the critic's optimizer saw", "falling means it learns", "lower"),
-    Metric("critic/value_loss", "reward^2", "squared error of the critic, clipped", "as critic/loss", "lower"),
+    Metric(
+        "critic/value_loss",
+        "reward^2",
+        "squared error of the critic, clipped, summed as critic/loss is",
+        "as critic/loss",
+        "lower",
+    ),
     Metric("critic/value_clip_fraction", "fraction", "values whose move was clipped", "above 0.2: steps are too large"),
     Metric("critic/value_mean", "reward", "mean value over trained tokens", "should follow critic/return_mean"),
     Metric("critic/return_mean", "reward", "mean target over trained tokens", "follows reward/mean"),
