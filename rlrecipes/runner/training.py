@@ -301,6 +301,7 @@ def build_objective(plan: Plan) -> Objective:
         kl_is_unbiased=algo.kl.is_unbiased,
         entropy_coef=algo.entropy_coef,
         off_policy=OffPolicy(**algo.off_policy.model_dump()),
+        old_is_rollout=algo.old_logprobs == "rollout",
         distillation_topk_coef=_topk_coef(algo),
     )
 

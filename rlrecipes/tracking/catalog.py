@@ -199,7 +199,8 @@ OFF_POLICY = (
     Metric(
         "train/mismatch_kl_k1",
         "nats",
-        "mean of rollout minus old log probability: KL from the policy that drew the tokens to the trainer's",
+        "mean of rollout minus old log probability: KL from the policy that drew the tokens to the trainer's. With "
+        "algo.old_logprobs=rollout the trainer's is the current one: of several train steps, moved by those before",
         "unbiased but noisy; below 0 by more than noise: the tokens were not drawn from what the engine says",
     ),
     Metric(
@@ -212,7 +213,8 @@ OFF_POLICY = (
     Metric(
         "train/off_policy_ratio_p01",
         "1",
-        "1st percentile of old over rollout probability (of a sample's, for corrections of sequences)",
+        "1st percentile of old over rollout probability (of a sample's, for corrections of sequences); with "
+        "algo.old_logprobs=rollout of current over rollout probability, as train/mismatch_kl_k1",
         "far below 1: the engine draws tokens that the trainer thinks rare",
     ),
     Metric("train/off_policy_ratio_p50", "1", "median of the same ratio", "should be 1 to a few thousandths"),

@@ -222,6 +222,15 @@ def test_the_engines_logprobs_serve_as_old_ones_when_asked():
     assert set(per_token(trainers, "old_logprobs").values()) == {-0.5}
 
 
+@pytest.mark.parametrize(("old", "mismatch"), [("rollout", 0.25), ("recompute", 0.0)])
+def test_where_the_engines_logprobs_are_the_old_ones_the_trainers_own_are_held_against_them(old, mismatch):
+    given = torch.tensor([-0.5])
+    batch = {"advantages": torch.ones(1), "old_logprobs": given, "rollout_logprobs": given}
+    objective = build_objective(plan_of(f"algo.old_logprobs={old}"))
+    _, metrics = objective({"loss_mask": torch.tensor([True]), **batch}, torch.tensor([-0.75]), None)
+    assert metrics["mismatch_kl_k1"].tolist() == [mismatch]
+
+
 def test_failed_rollouts_are_not_trained_and_all_failed_is_an_error():
     failed = {0: RolloutStatus.FAILED}
     groups = [group_of(0, [0.0, 1.0], failed), *GROUPS[1:]]
