@@ -179,14 +179,18 @@ def compute_sft_objective(
         entropy: [T] nats, of the current policy; None when nobody asks for it.
 
     Returns:
-        (loss, metrics): [T] each, finite in masked slots; metrics hold ``entropy`` when given, without gradient.
+        (loss, metrics): [T] each, finite in masked slots; metrics hold ``nll``, the loss of a token whatever it weighs,
+        and ``entropy`` when given, without gradient.
 
     Source:
         See ``compute_sft_loss``.
     """
     chosen = _select_trained(batch, logprobs=logprobs, entropy=entropy)
-    metrics = {"entropy": chosen["entropy"].detach()} if "entropy" in chosen else {}
-    return compute_sft_loss(logprobs=chosen["logprobs"]), metrics
+    loss = compute_sft_loss(logprobs=chosen["logprobs"])
+    metrics = {"nll": loss.detach()}
+    if "entropy" in chosen:
+        metrics["entropy"] = chosen["entropy"].detach()
+    return loss, metrics
 
 
 def compute_custom_objective(

@@ -123,7 +123,7 @@ class Learner:
         with self._enter_phase("train"):
             metrics = await self._train([samples[i : i + size] for i in range(0, len(samples), size)])
         return metrics | {
-            "sft/loss": metrics["train/loss"],
+            "sft/loss": metrics.pop("train/nll"),
             "sft/num_tokens": float(sum(sum(s.loss_mask) for s in samples)),
         }
 

@@ -321,8 +321,9 @@ def test_sft_objective_is_the_negative_logprob_of_trained_tokens():
     loss, gradient, _, metrics = run(objective=compute_sft_objective)
     torch.testing.assert_close(loss, torch.tensor([0.0, 1.0, 2.0, 0.0]))
     assert gradient.tolist() == [0.0, -1.0, -1.0, 0.0]
-    assert set(metrics) == {"entropy"}
-    assert run(entropy=None, objective=compute_sft_objective)[3] == {}
+    assert set(metrics) == {"nll", "entropy"}
+    assert metrics["nll"].tolist() == [0.0, 1.0, 2.0, 0.0] and not metrics["nll"].requires_grad
+    assert set(run(entropy=None, objective=compute_sft_objective)[3]) == {"nll"}
 
 
 def test_a_monitored_kl_cannot_spoil_the_loss():

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from rlrecipes.config.compose import compose
+from rlrecipes.config.schema import RlConfig
 from rlrecipes.errors import TrainerError
 from rlrecipes.plan.nodes import HostNode
 from rlrecipes.plan.resolve import resolve
 from rlrecipes.runner.training import Learner, build_objective
-from rlrecipes.types import Completion, Group, Prompt, Rollout, RolloutStatus, TokenScores, Turn
+from rlrecipes.tracking.metrics import check_metrics
+from rlrecipes.types import Completion, Group, Prompt, Rollout, RolloutStatus, Sample, TokenScores, Turn
 
 HOSTS = (HostNode(name="here", num_cpus=2, num_gpus=0, memory_bytes=1 << 34),)
 LAYOUT = [
@@ -74,6 +76,7 @@ class ScriptedTrainers:
                 "lr": 0.1,
                 "num_tokens": 3.0,
                 "ratio_max": float(len(self.train_steps)),
+                **({} if isinstance(self.plan.algo, RlConfig) else {"nll": 4.0 * len(self.train_steps)}),
                 "rollout_logprob_abs_diff_mean": 0.02,
                 "rollout_logprob_abs_diff_max": 0.3,
             }
@@ -249,6 +252,22 @@ def test_a_train_step_whose_rollouts_all_failed_is_passed_over(algo):
     trainers, metrics = train(plan, groups)
     assert len(trainers.train_steps) == metrics["train/num_train_steps"] == 1
     assert not any(np.isnan(value) for value in metrics.values())
+
+
+def train_on_demonstrations(*overrides):
+    """SFT on responses of 1, 1, 2 and 2 tokens."""
+    recipe = compose(["algo=sft", "schedule.prompts_per_step=4", *overrides])
+    plan = resolve(recipe.config, HOSTS, recipe.origins)
+    lengths = (1, 1, 2, 2)
+    samples = [Sample((1, *range(n)), (False, *[True] * n), None, index, 0) for index, n in enumerate(lengths)]
+    return asyncio.run(Learner(plan, ScriptedTrainers(plan)).train_samples(samples))
+
+
+@pytest.mark.parametrize("aggregation", ["per_token", "per_sequence"])
+def test_the_loss_of_sft_is_the_nll_of_a_token_however_it_is_weighted(aggregation):
+    metrics = train_on_demonstrations(f"algo.aggregation={aggregation}")
+    assert check_metrics(metrics) == metrics
+    assert (metrics["train/loss"], metrics["sft/loss"], metrics["sft/num_tokens"]) == (1.0, 4.0, 6)
 
 
 PPO = ["algo=ppo", "algo.group_size=2", "algo.whiten_advantages=false"]
