@@ -67,21 +67,25 @@ class ScriptedTrainers:
             ]
         if method == "critic_step":
             self.critic_steps.append([mb for replica in range(dp) for mb in rows[replica * tp]])
-            return [{"loss": 0.5, "value_loss": 0.5, "grad_norm": 1.0, "lr": 0.1} for _ in rows]
+            return [self.answer(self.critic_steps, value_loss=0.5, value_mean=4.0) for _ in rows]
         self.train_steps.append([mb for replica in range(dp) for mb in rows[replica * tp]])
         return [
-            {
-                "loss": 1.0,
-                "grad_norm": 2.0,
-                "lr": 0.1,
-                "num_tokens": 3.0,
-                "ratio_max": float(len(self.train_steps)),
-                **({} if isinstance(self.plan.algo, RlConfig) else {"nll": 4.0 * len(self.train_steps)}),
-                "rollout_logprob_abs_diff_mean": 0.02,
-                "rollout_logprob_abs_diff_max": 0.3,
-            }
+            self.answer(
+                self.train_steps,
+                **({"entropy": 4.0, "policy_loss": 0.5} if isinstance(self.plan.algo, RlConfig) else {"nll": 4.0}),
+                ratio_max=1.0,
+                rollout_logprob_abs_diff_mean=0.02,
+                rollout_logprob_abs_diff_max=0.3,
+            )
             for _ in rows
         ]
+
+    def answer(self, steps, **metrics):
+        """Metrics of the last of these train steps; all but its tokens grow with their number."""
+        metrics |= {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1}
+        return {name: value * len(steps) for name, value in metrics.items()} | {
+            "num_tokens": float(sum(mb.loss_mask.sum() for mb in steps[-1]))
+        }
 
 
 def group_of(index, rewards, statuses=None, weight_version=0):
@@ -137,8 +141,28 @@ def test_advantages_weights_and_old_logprobs_are_the_definitions():
         value == pytest.approx(-token / 100) for (token, _), value in per_token(trainers, "old_logprobs").items()
     )
     assert metrics["train/num_train_steps"] == 2
-    assert metrics["train/ratio_max"] == 2.0
     assert metrics["train/num_tokens"] == sum(3 + s for _ in GROUPS for s in (0, 1))
+
+
+def test_train_steps_of_a_step_weigh_what_they_trained():
+    failed = {0: RolloutStatus.FAILED}
+    groups = [group_of(index, [1.0, 0.0], failed if index > 1 else None) for index in range(4)]
+    _, metrics = train(plan_of("schedule.num_train_steps=2"), groups)
+    expected = {
+        "entropy": (4 * 6 + 8 * 4) / 10,  # six trained tokens, then four
+        "loss": 1.5,
+        "policy_loss": 0.75,
+        "grad_norm": 3.0,
+        "lr": 0.2,
+        "ratio_max": 2.0,
+        "rollout_logprob_abs_diff_mean": 0.02,  # of the first
+    }
+    assert {name: metrics[f"train/{name}"] for name in expected} == pytest.approx(expected)
+
+    plan = plan_of(*PPO, "schedule.num_train_steps=2", "algo.critic.num_warmup_steps=0")
+    _, metrics = train(plan, groups)
+    expected = {"value_mean": 5.6, "loss": 1.5, "value_loss": 0.75, "grad_norm": 3.0, "lr": 0.2, "num_tokens": 4.0}
+    assert {name: metrics[f"critic/{name}"] for name in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -261,6 +285,11 @@ def train_on_demonstrations(*overrides):
     lengths = (1, 1, 2, 2)
     samples = [Sample((1, *range(n)), (False, *[True] * n), None, index, 0) for index, n in enumerate(lengths)]
     return asyncio.run(Learner(plan, ScriptedTrainers(plan)).train_samples(samples))
+
+
+def test_the_loss_of_sft_over_several_train_steps_weighs_their_tokens():
+    metrics = train_on_demonstrations("schedule.num_train_steps=2")
+    assert metrics["sft/loss"] == pytest.approx((4 * 2 + 8 * 4) / 6)
 
 
 @pytest.mark.parametrize("aggregation", ["per_token", "per_sequence"])
