@@ -193,8 +193,10 @@ class Learner:
                 continue  # every rollout was left out
             weighted = self._weighted(part)
             if self._value_objective is not None:
-                grid = self._per_rank(self._grid(weighted))
-                critic.append((await self._trainers.run("critic_step", self._value_objective, per_rank=grid))[0])
+                grid = self._grid(weighted)
+                rows = self._per_rank(grid)
+                critic.append((await self._trainers.run("critic_step", self._value_objective, per_rank=rows))[0])
+                num_micro_batches += len(grid[0])
                 num_flops += self._critic_flops_per_token * _count_tokens(weighted)
             if not should_move_policy:
                 continue

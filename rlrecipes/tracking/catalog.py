@@ -169,8 +169,18 @@ TRAIN = (
         "lower",
     ),
     Metric("train/num_tokens", "tokens", "tokens in the step's train batch, prompts included", "the work of the step"),
-    Metric("train/num_train_steps", "train steps", "optimizer updates in the step", "more than 1: off-policy updates"),
-    Metric("train/num_micro_batches", "micro-batches", "forward passes of a rank in the step", "fewer is faster"),
+    Metric(
+        "train/num_train_steps",
+        "train steps",
+        "optimizer updates of the policy in the step",
+        "more than 1: off-policy updates; 0: the critic warms up",
+    ),
+    Metric(
+        "train/num_micro_batches",
+        "micro-batches",
+        "forward passes of a rank in the step's train steps, the critic's too",
+        "fewer is faster",
+    ),
     Metric(
         "train/forward_only_fraction",
         "fraction",

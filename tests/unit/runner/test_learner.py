@@ -311,9 +311,11 @@ def test_the_critic_sees_values_and_returns_and_warms_up_alone():
     assert all(value == pytest.approx(-token / 100) for (token, _), value in values.items())
     assert returns[10, 3] == 1.0 and returns[11, 4] == returns[12, 4] == 0.0  # undiscounted: the reward of the rollout
     assert metrics["critic/value_loss"] == 0.5 and metrics["train/num_train_steps"] == 0
+    assert metrics["train/num_micro_batches"] == len(trainers.critic_steps[0]) > 0
     assert "critic/explained_variance" in metrics
     trainers, metrics = train(plan, GROUPS, step=1)
     assert len(trainers.train_steps) == len(trainers.critic_steps) == 1
+    assert metrics["train/num_micro_batches"] == len(trainers.train_steps[0]) + len(trainers.critic_steps[0])
     advantages = per_token(trainers, "advantages")
     assert advantages[10, 3] == pytest.approx(1.0 + 10 / 100)
 
