@@ -125,6 +125,7 @@ class Loop:
 
     async def _run_step(self) -> None:
         started_s = time.monotonic()
+        self._parts.turns.take_spent_s()  # by what lay between the steps: start, evaluation, checkpoint
         is_rl = self._parts.collector is not None
         metrics = await (self._learn_from_rollouts() if is_rl else self._learn_from_samples())
         self._step += 1

@@ -141,6 +141,7 @@ class Work:
         self.run_id = None
         self.saved = []
         self.records = []
+        self.logged = {}
 
     def reach(self, where):
         if self.strike == (where, self.gpu.told.count(where)):
@@ -170,6 +171,9 @@ class Work:
         self.reach("eval")
         await asyncio.sleep(0)
         return {}
+
+    def log_metrics(self, step, metrics):
+        self.logged.setdefault(step, {}).update(metrics)
 
     def log_rollouts(self, record):
         self.records.append(record)
@@ -353,6 +357,21 @@ def test_engines_elsewhere_are_let_alone():
 def test_failures_of_groups_that_filters_dropped_are_recorded(monkeypatch):
     _, _, work = run(monkeypatch, "schedule.num_steps=1")
     assert [record.failures for record in work.records] == [{"timeout": 1}]
+
+
+def test_a_step_counts_the_seconds_of_its_own_turns(monkeypatch):
+    gpu = Gpu()
+    clock = SimpleNamespace(monotonic=lambda: float(len(gpu.told)))  # whatever is told takes a second
+    monkeypatch.setattr("rlrecipes.runner.turns.time", clock)
+    monkeypatch.setattr("rlrecipes.runner.loop.time", clock)
+    _, _, work = run(monkeypatch, *BOTH, "schedule.num_steps=3", "schedule.save_interval=2", gpu=gpu)
+    handover_s = 4.0  # what of a sync is memory
+    # Neither the sync at the start nor the turn of the checkpoint after the second step.
+    assert [work.logged[step]["time/offload_s"] for step in (1, 2, 3)] == [
+        len(SLEEP) + 1 + handover_s,
+        len(SLEEP) + 1 + handover_s,
+        len(SLEEP) + 1 + 2 * handover_s,
+    ]
 
 
 def test_seconds_are_counted_once():
