@@ -310,7 +310,11 @@ SFT = (
 
 WEIGHT_SYNC = (
     Metric(
-        "weight_sync/time_s", "s", "from pausing the engines to continuing them", "engines stand still so long", "lower"
+        "weight_sync/time_s",
+        "s",
+        "from pausing the engines to continuing them; with the sync after a checkpoint that took their memory",
+        "engines stand still so long",
+        "lower",
     ),
     Metric("weight_sync/num_bytes", "bytes", "weights sent to each engine", "constant for one model and precision"),
     Metric("weight_sync/weight_version", "1", "version of the weights the engines serve", "rises by one a sync"),

@@ -372,6 +372,9 @@ def test_a_step_counts_the_seconds_of_its_own_turns(monkeypatch):
         len(SLEEP) + 1 + handover_s,
         len(SLEEP) + 1 + 2 * handover_s,
     ]
+    # The third sends what the checkpoint made engines forget, too.
+    sync_s = float(len([*SYNC, "version", *LEAVE]))
+    assert [work.logged[step]["weight_sync/time_s"] for step in (0, 1, 2, 3)] == [sync_s, sync_s, sync_s, 2 * sync_s]
 
 
 def test_seconds_are_counted_once():
