@@ -150,8 +150,7 @@ def to_step_inputs(
     """
     if config.topology.device == "cpu":
         return None
-    is_asked = isinstance(config.algo, RlConfig) or config.data.eval_path is not None
-    groups = _engine_groups(config, placement) if is_asked else ()
+    groups = _engine_groups(config, placement) if config.needs_engines else ()
     return _gather(config, cluster, shapes, config.parallel, placement.trainer, config.topology, groups)
 
 

@@ -153,6 +153,16 @@ def test_a_placeholder_keeps_its_gpus_free():
     assert [device.gpu for device in large.reserved] == [1, 2]
 
 
+@pytest.mark.parametrize("topology", ["colocated", "disaggregated"])
+def test_demonstrations_that_nothing_evaluates_keep_no_gpu_for_engines(topology):
+    base = ("algo=sft", f"topology={topology}", "parallel.data_parallel_size=8", "model=qwen3_0_6b")
+    nothing = ("data.eval_path=null", "schedule.eval_interval=0")
+    plan = plan_of(*base, *nothing, "cluster=h100_8", hosts=hosts_of(8))
+    assert plan.served_models == ()
+    assert [role.name for role in plan.memory.roles] == ["trainer"] and plan.memory.engines == ()
+    assert plan.step_time.num_gpus == 8
+
+
 def test_too_few_gpus_are_told_with_what_wants_them():
     with pytest.raises(ConfigError) as caught:
         plan_of("topology=disaggregated", "parallel.data_parallel_size=8", hosts=hosts_of(8))
