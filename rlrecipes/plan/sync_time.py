@@ -8,7 +8,7 @@ from rlrecipes.plan.links import compute_link_bytes_per_s, compute_spread
 from rlrecipes.plan.parameters import compute_num_parameters, compute_rank_parameters
 from rlrecipes.plan.step_inputs import StepInputs
 from rlrecipes.plan.time_constants import TimeConstants
-from rlrecipes.plan.train_time import compute_num_shards
+from rlrecipes.plan.train_time import compute_host_fraction, compute_num_shards
 
 _STATE_BYTES = 12
 """A parameter's weight and two moments, fp32."""
@@ -89,7 +89,7 @@ def _held_bytes(inputs: StepInputs) -> float:
     """Of the rank with most parameters: weights, and its share of the optimizer's states unless the host has them."""
     parallel = inputs.parallel
     ranks, expert_ranks = compute_num_shards(parallel)
-    state = 0 if parallel.optimizer_cpu_offload else _STATE_BYTES
+    state = _STATE_BYTES * (1 - compute_host_fraction(parallel))
     return max(
         stage.total * inputs.dtype_bytes + state * (stage.dense / ranks + stage.experts / expert_ranks)
         for stage in compute_rank_parameters(inputs.shapes, parallel)

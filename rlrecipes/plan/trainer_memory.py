@@ -19,7 +19,7 @@ from rlrecipes.plan.parameters import (
 )
 from rlrecipes.plan.passes import find_logprob_passes
 from rlrecipes.plan.step_inputs import StepInputs
-from rlrecipes.plan.train_time import compute_num_shards
+from rlrecipes.plan.train_time import compute_host_fraction, compute_num_shards
 
 type Parts = dict[str, float]
 
@@ -189,7 +189,7 @@ def _compute_largest_tensor(inputs: StepInputs) -> float:
 
 def _compute_transfer_bytes(inputs: StepInputs, counts: RankCounts) -> float:
     """Of a tensor on its way to or from an optimizer in the host: torch makes it fp32, and back, on the GPU."""
-    if not inputs.parallel.optimizer_cpu_offload or inputs.dtype_bytes == _FP32_BYTES:
+    if not compute_host_fraction(inputs.parallel) or inputs.dtype_bytes == _FP32_BYTES:
         return 0.0
     rows = compute_padded_vocab_size(inputs.shapes.vocab_size, inputs.parallel.tensor_model_parallel_size)
     largest = rows / inputs.parallel.tensor_model_parallel_size * inputs.shapes.hidden_size
@@ -208,19 +208,19 @@ def _compute_state(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> 
     parallel, dtype_bytes = inputs.parallel, inputs.dtype_bytes
     gradient = compute_gradient_bytes(parallel, dtype_bytes)
     optimizer = compute_optimizer_bytes(counts, parallel, dtype_bytes)
-    is_on_host = parallel.optimizer_cpu_offload
+    on_host = compute_host_fraction(parallel)
     parts: Parts = {
         "weights": float(counts.total * dtype_bytes),
         "gradients": float(counts.total * gradient),
-        "optimizer": 0.0 if is_on_host else optimizer,
+        "optimizer": (1 - on_host) * optimizer,
     }
-    gradients, host = parts["gradients"], optimizer if is_on_host else 0.0
+    gradients, host = parts["gradients"], on_host * optimizer
     if isinstance(inputs.algo, RlConfig) and inputs.algo.critic is not None:
         critic = _count_critic(inputs, counts, is_last=is_last)
         optimizer = compute_optimizer_bytes(critic, parallel, dtype_bytes)
-        parts["critic"] = critic.total * (dtype_bytes + gradient) + (0.0 if is_on_host else optimizer)
+        parts["critic"] = critic.total * (dtype_bytes + gradient) + (1 - on_host) * optimizer
         gradients += critic.total * gradient
-        host += optimizer if is_on_host else 0.0
+        host += on_host * optimizer
     return parts, gradients, host
 
 

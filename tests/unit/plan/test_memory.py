@@ -331,6 +331,9 @@ def test_offloaded_state_moves_to_the_host():
     state = here.parts["train"]["trainer.optimizer"]
     assert "trainer.optimizer" not in there.parts["train"]
     assert there.host_bytes - here.host_bytes == state
+    fraction = {"optimizer_cpu_offload": True, "megatron": {"optimizer_offload_fraction": 0.25}}
+    partly = trainer_of(compute_memory(with_parallel(inputs, **fraction), CONSTANTS))
+    assert partly.parts["train"]["trainer.optimizer"] == 3 * (partly.host_bytes - here.host_bytes) == 3 * state / 4
 
 
 @pytest.mark.parametrize("case", ["colocated", "apart", "latent", "layout"])
