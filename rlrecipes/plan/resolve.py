@@ -81,7 +81,7 @@ def resolve(
     constants = _read_constants(config, problems)
     is_laid_out = not any(problem.where.startswith(_LAYOUT) for problem in (*earlier, *problems))
     is_priced = constants is not None and placement.trainer and is_laid_out
-    inputs = to_step_inputs(config, shapes, cluster, placement) if shapes is not None and is_priced else None
+    inputs = to_step_inputs(config, shapes, cluster, hosts, placement) if shapes is not None and is_priced else None
     memory = _predict_memory(config, inputs, placement, problems) if inputs is not None else None
     if earlier or problems or shapes is None:
         wrong = {problem.where for problem in earlier}

@@ -222,7 +222,7 @@ class _Search:
         if not problems:
             facts = Facts(config, self._shapes, self._hosts, self._cluster, placement)
             problems = [problem for problem in check_recipe(facts) if not problem.where.startswith("parallel.")]
-        inputs = None if problems else to_step_inputs(config, self._shapes, self._cluster, placement)
+        inputs = None if problems else to_step_inputs(config, self._shapes, self._cluster, self._hosts, placement)
         if inputs is None:
             self._refuse(problems)
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from rlrecipes.config.schema import (
     WorkerType,
 )
 from rlrecipes.plan.inventory import read_figures
-from rlrecipes.plan.nodes import POLICY, ClusterNode, DeviceNode, Plan, ServerGroupNode
+from rlrecipes.plan.nodes import POLICY, ClusterNode, DeviceNode, HostNode, Plan, ServerGroupNode
 from rlrecipes.plan.placement import Placement
 
 
@@ -75,6 +75,7 @@ class StepInputs:
     Attributes:
         gpu: what every device is.
         nic_bytes_per_s: of one GPU, to other nodes.
+        host_memory_bytes: of each machine.
         shapes: of the model.
         dtype_bytes: of one weight.
         algo: the algorithm.
@@ -94,6 +95,7 @@ class StepInputs:
 
     gpu: GpuConfig
     nic_bytes_per_s: float
+    host_memory_bytes: tuple[int, ...]
     shapes: ModelShapes
     dtype_bytes: int
     algo: RlConfig | SftConfig
@@ -135,7 +137,7 @@ class StepInputs:
 
 
 def to_step_inputs(
-    config: RunConfig, shapes: ModelShapes, cluster: ClusterNode, placement: Placement
+    config: RunConfig, shapes: ModelShapes, cluster: ClusterNode, hosts: Sequence[HostNode], placement: Placement
 ) -> StepInputs | None:
     """Gather them from a recipe.
 
@@ -143,6 +145,7 @@ def to_step_inputs(
         config: the recipe.
         shapes: of its model.
         cluster: settled.
+        hosts: its machines.
         placement: of its processes.
 
     Returns:
@@ -151,7 +154,7 @@ def to_step_inputs(
     if config.topology.device == "cpu":
         return None
     groups = _engine_groups(config, placement) if config.needs_engines else ()
-    return _gather(config, cluster, shapes, config.parallel, placement.trainer, config.topology, groups)
+    return _gather(config, cluster, hosts, shapes, config.parallel, placement.trainer, config.topology, groups)
 
 
 def _engine_groups(config: RunConfig, placement: Placement) -> tuple[EngineGroup, ...]:
@@ -211,12 +214,13 @@ def read_step_inputs(plan: Plan) -> StepInputs | None:
         is_own = not any(group.engine == "external" for group in answering)
         groups = tuple(build_engine_group(group, _read_devices(group)) for group in answering if is_own)
     parallel = ParallelConfig(**{name: getattr(trainer, name) for name in ParallelConfig.model_fields})
-    return _gather(plan, plan.cluster, plan.model.shapes, parallel, trainer.devices, plan, groups)
+    return _gather(plan, plan.cluster, plan.hosts, plan.model.shapes, parallel, trainer.devices, plan, groups)
 
 
 def _gather(
     source: RunConfig | Plan,
     cluster: ClusterNode,
+    hosts: Sequence[HostNode],
     shapes: ModelShapes,
     parallel: ParallelConfig,
     trainer_devices: tuple[DeviceNode, ...],
@@ -230,6 +234,7 @@ def _gather(
     return StepInputs(
         gpu=cluster.gpu,
         nic_bytes_per_s=cluster.nic_bytes_per_s,
+        host_memory_bytes=tuple(host.memory_bytes for host in hosts),
         shapes=shapes,
         dtype_bytes=2 if source.model.dtype == "bfloat16" else 4,
         algo=source.algo,

@@ -34,13 +34,13 @@ class StageMemory:
         stage: from 0.
         fixed: phase -> part -> bytes, whatever the micro-batch.
         per_token: phase -> part -> bytes a token of the micro-batch.
-        host_bytes: what it keeps in the host's memory.
+        host: part -> bytes that it keeps in the host's memory.
     """
 
     stage: int
     fixed: Mapping[Phase, Parts]
     per_token: Mapping[Phase, Parts]
-    host_bytes: float
+    host: Parts
 
     def compute_parts(self, phase: Phase, num_tokens: int) -> Parts:
         """Bytes of every part.
@@ -121,7 +121,7 @@ def _compute_stage(
         "workspace": constants.trainer_workspace_bytes,
         "nccl": constants.nccl_group_bytes * _count_groups(inputs.parallel),
     }
-    state, gradients, host_bytes = _compute_state(inputs, counts, is_last=is_last)
+    state, gradients, optimizer = _compute_state(inputs, counts, is_last=is_last)
     held = base | state
     frozen = _count_frozen(inputs) * counts.total * inputs.dtype_bytes
     logits = _compute_logit_numbers(inputs) * inputs.dtype_bytes if is_last else 0.0
@@ -167,9 +167,9 @@ def _compute_stage(
             "logits": overhead * 2 * logits,
         },
     }
-    if is_offloaded:
-        host_bytes += sum(state.values()) - gradients  # these are not kept
-    return StageMemory(stage, fixed, per_token, host_bytes + frozen)
+    offloaded = sum(state.values()) - gradients if is_offloaded else 0.0  # these are not kept
+    host: Parts = {"optimizer": optimizer, "offloaded": offloaded, "frozen_weights": frozen}
+    return StageMemory(stage, fixed, per_token, host)
 
 
 def compute_bucket_bytes(inputs: StepInputs) -> float:
