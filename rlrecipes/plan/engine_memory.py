@@ -82,7 +82,8 @@ def compute_engine_memory(inputs: StepInputs, served: ServedEngines, constants: 
     }
     working = base | {"weights": weights, "activations": _compute_activation_bytes(own, group, constants)}
     full = working | {"kv_cache": cache}
-    is_released = group.placement == "colocated" and inputs.should_offload_engines
+    gives_back = group.worker_type != "encoder"  # which has no such endpoint
+    is_released = gives_back and group.placement == "colocated" and inputs.should_offload_engines
     away = base if is_released else full
     bucket: Parts = {}
     if served.is_updated and inputs.weight_sync.transport != "tensor":  # handles are read where they lie

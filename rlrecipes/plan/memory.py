@@ -286,9 +286,8 @@ def _iter_changes(inputs: StepInputs) -> Iterator[tuple[str, dict[str, str], Ste
     """Changes from the cheapest in time to the dearest: where, what, and the inputs each leads to; none at first."""
     parallel, changes = inputs.parallel, dict[str, str]()
     yield "", changes, inputs
-    is_shared = any(group.placement == "colocated" for group in inputs.engine_groups)
     should_engines = not any(hands_over_by_nixl(group.native) for group in inputs.engine_groups)
-    if is_shared and not (inputs.should_offload_trainer and inputs.should_offload_engines >= should_engines):
+    if inputs.shares_gpus and not (inputs.should_offload_trainer and inputs.should_offload_engines >= should_engines):
         inputs = replace(inputs, should_offload_engines=should_engines, should_offload_trainer=True)
         names = ("should_offload_engines", "should_offload_trainer")
         changes = {f"topology.{name}": "true" for name in names if getattr(inputs, name)}

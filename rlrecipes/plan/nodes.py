@@ -322,6 +322,11 @@ class Plan(Section):
         return next((model for model in self.served_models if model.name == POLICY), None)
 
     @property
+    def shares_gpus(self) -> bool:
+        """Whether any served model has a group on the trainer's GPUs, so that memory may change hands."""
+        return any(group.placement == "colocated" for model in self.served_models for group in model.server_groups)
+
+    @property
     def num_used_gpus(self) -> dict[int, int]:
         """Machine -> GPUs that are used of it, from the first on; machines without a process are left out."""
         engines = [engine for model in self.served_models for engine in model.engines]

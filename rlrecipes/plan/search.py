@@ -256,7 +256,7 @@ class _Search:
     def _fit(self, inputs: StepInputs, parallel: ParallelConfig) -> Iterator[_Trainer]:
         """Every way of sparing memory with which the trainer alone fits."""
         for option in iter_memory_options(parallel):
-            alone = replace(inputs, parallel=option, engine_groups=())
+            alone = replace(inputs, parallel=option, engine_groups=(), shares_gpus=False)
             if compute_memory(alone, self._memory).is_fitting:
                 distribution = compute_distribution(alone, self._constants)
                 yield _Trainer(option, compute_train_time(alone, self._constants, distribution))

@@ -89,6 +89,7 @@ class StepInputs:
         should_offload_trainer: while colocated engines work.
         should_offload_engines: while the trainer works.
         engine_groups: of the policy, those that the run starts and that answer.
+        shares_gpus: whether any served model, the policy or another, has a group on the trainer's GPUs.
         weight_sync: how weights travel.
         seed: of the run.
     """
@@ -109,6 +110,7 @@ class StepInputs:
     should_offload_trainer: bool
     should_offload_engines: bool
     engine_groups: tuple[EngineGroup, ...]
+    shares_gpus: bool
     weight_sync: WeightSyncConfig
     seed: int
 
@@ -153,8 +155,17 @@ def to_step_inputs(
     """
     if config.topology.device == "cpu":
         return None
-    groups = _engine_groups(config, placement) if config.needs_engines else ()
-    return _gather(config, cluster, hosts, shapes, config.parallel, placement.trainer, config.topology, groups)
+    models = config.topology.served_models.values() if config.needs_engines else ()
+    layout = _Layout(
+        shapes=shapes,
+        hosts=hosts,
+        parallel=config.parallel,
+        trainer_devices=placement.trainer,
+        offloading=config.topology,
+        engine_groups=_engine_groups(config, placement) if config.needs_engines else (),
+        shares_gpus=any(group.placement == "colocated" for model in models for group in model.server_groups.values()),
+    )
+    return _gather(config, cluster, layout)
 
 
 def _engine_groups(config: RunConfig, placement: Placement) -> tuple[EngineGroup, ...]:
@@ -214,28 +225,41 @@ def read_step_inputs(plan: Plan) -> StepInputs | None:
         is_own = not any(group.engine == "external" for group in answering)
         groups = tuple(build_engine_group(group, _read_devices(group)) for group in answering if is_own)
     parallel = ParallelConfig(**{name: getattr(trainer, name) for name in ParallelConfig.model_fields})
-    return _gather(plan, plan.cluster, plan.hosts, plan.model.shapes, parallel, trainer.devices, plan, groups)
+    layout = _Layout(
+        shapes=plan.model.shapes,
+        hosts=plan.hosts,
+        parallel=parallel,
+        trainer_devices=trainer.devices,
+        offloading=plan,
+        engine_groups=groups,
+        shares_gpus=plan.shares_gpus,
+    )
+    return _gather(plan, plan.cluster, layout)
 
 
-def _gather(
-    source: RunConfig | Plan,
-    cluster: ClusterNode,
-    hosts: Sequence[HostNode],
-    shapes: ModelShapes,
-    parallel: ParallelConfig,
-    trainer_devices: tuple[DeviceNode, ...],
-    offloading: TopologyConfig | Plan,
-    engine_groups: tuple[EngineGroup, ...],
-) -> StepInputs | None:
-    """What a recipe and its Plan call alike, beside what each was asked for."""
-    if cluster.gpu is None or (isinstance(source.algo, RlConfig) and not engine_groups):
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What a recipe and its Plan do not call alike; fields as in StepInputs."""
+
+    shapes: ModelShapes
+    hosts: Sequence[HostNode]
+    parallel: ParallelConfig
+    trainer_devices: tuple[DeviceNode, ...]
+    offloading: TopologyConfig | Plan
+    engine_groups: tuple[EngineGroup, ...]
+    shares_gpus: bool
+
+
+def _gather(source: RunConfig | Plan, cluster: ClusterNode, layout: _Layout) -> StepInputs | None:
+    """What they call alike, beside that."""
+    if cluster.gpu is None or (isinstance(source.algo, RlConfig) and not layout.engine_groups):
         return None
     sampling = source.rollout.sampling
     return StepInputs(
         gpu=cluster.gpu,
         nic_bytes_per_s=cluster.nic_bytes_per_s,
-        host_memory_bytes=tuple(host.memory_bytes for host in hosts),
-        shapes=shapes,
+        host_memory_bytes=tuple(host.memory_bytes for host in layout.hosts),
+        shapes=layout.shapes,
         dtype_bytes=2 if source.model.dtype == "bfloat16" else 4,
         algo=source.algo,
         schedule=source.schedule,
@@ -243,11 +267,12 @@ def _gather(
         max_new_tokens=source.rollout.generate.compute_response_tokens(sampling.max_new_tokens),
         is_distribution_cut=sampling.top_p < 1 or sampling.top_k != -1,
         max_concurrent_requests=source.rollout.max_concurrent_requests,
-        parallel=parallel,
-        trainer_devices=trainer_devices,
-        should_offload_trainer=offloading.should_offload_trainer,
-        should_offload_engines=offloading.should_offload_engines,
-        engine_groups=engine_groups,
+        parallel=layout.parallel,
+        trainer_devices=layout.trainer_devices,
+        should_offload_trainer=layout.offloading.should_offload_trainer,
+        should_offload_engines=layout.offloading.should_offload_engines,
+        engine_groups=layout.engine_groups,
+        shares_gpus=layout.shares_gpus,
         weight_sync=source.weight_sync,
         seed=source.seed,
     )

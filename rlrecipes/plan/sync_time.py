@@ -77,7 +77,7 @@ def compute_offload_time(inputs: StepInputs, constants: TimeConstants) -> float:
         inputs: of the step.
         constants: of the model.
     """
-    if not any(group.placement == "colocated" for group in inputs.engine_groups):
+    if not inputs.shares_gpus:
         return 0.0
     seconds = constants.engine_release_s if inputs.should_offload_engines else 0.0
     if inputs.should_offload_trainer:

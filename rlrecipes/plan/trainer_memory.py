@@ -139,7 +139,7 @@ def _compute_stage(
     split = inputs.parallel.tensor_model_parallel_size if inputs.parallel.sequence_parallel else 1
     hidden = is_last * inputs.shapes.hidden_size / split * inputs.dtype_bytes
     shown = {"frozen_weights": float(counts.total * inputs.dtype_bytes)} if frozen else {}
-    is_offloaded = _is_offloaded(inputs)
+    is_offloaded = inputs.should_offload_trainer and inputs.shares_gpus
     between = base if is_offloaded else held | copies  # which stay until the next train step
     sending = base | {"weights": state["weights"]} if is_offloaded else between
     built = state["optimizer"] * (1 - 2 * _FP32_BYTES / compute_state_bytes_per_parameter(inputs.dtype_bytes))
@@ -241,10 +241,6 @@ def _count_frozen(inputs: StepInputs) -> int:
         return 0
     passes = find_logprob_passes(inputs.algo, inputs.schedule.num_train_steps)
     return sum(name in passes for name in ("reference", "teacher"))
-
-
-def _is_offloaded(inputs: StepInputs) -> bool:
-    return inputs.should_offload_trainer and any(group.placement == "colocated" for group in inputs.engine_groups)
 
 
 def _count_groups(parallel: ParallelConfig) -> int:

@@ -17,6 +17,8 @@ from rlrecipes.plan.memory import compute_memory, find_memory_problems, load_mem
 from rlrecipes.plan.memory_constants import MemoryConstants
 from rlrecipes.plan.memory_nodes import PHASES, MemoryNode
 from rlrecipes.plan.parameters import compute_num_parameters, compute_padded_vocab_size, compute_rank_parameters
+from rlrecipes.plan.step_time import load_time_constants
+from rlrecipes.plan.sync_time import compute_offload_time
 
 CONSTANTS = load_memory_constants(None)
 EXACT = dataclasses.replace(CONSTANTS, activation_overhead_fraction=0.0, expert_imbalance_fraction=0.0)
@@ -305,6 +307,29 @@ def test_what_is_given_back_is_gone_and_what_is_not_stays():
     assert not kept.is_fitting
     apart = memory_of(*APART)
     assert {role.name for role in apart.roles} == {"trainer", "policy/0"}
+
+
+def test_memory_changes_hands_where_any_served_model_is_on_the_trainers_gpus():
+    offload = ("topology.should_offload_trainer=true", "topology.should_offload_engines=true")
+    teacher = "topology.served_models.teacher"
+    groups = (f"+served_model@{teacher}=frozen", f"+server_group@{teacher}.server_groups.main=sglang")
+    plain = inputs_of(*APART, *offload)
+    beside = inputs_of(*APART, *offload, *groups, f"{teacher}.path=/models/teacher")
+    held = {"trainer.weights", "trainer.optimizer"}
+    found = [trainer_of(compute_memory(inputs, CONSTANTS)).parts["rollout"].keys() & held for inputs in (plain, beside)]
+    assert found == [held, set()]
+    assert compute_offload_time(plain, load_time_constants(None)) == 0
+    assert compute_offload_time(beside, load_time_constants(None)) > 0
+
+
+def test_an_encoder_beside_the_trainer_keeps_its_memory():
+    inputs = inputs_of(*COLOCATED)
+    kept = {}
+    for worker_type in ("regular", "encoder"):
+        group = dataclasses.replace(inputs.engine_groups[0], worker_type=worker_type)
+        served = ServedEngines("policy/encoder", inputs.shapes, 2, False, group)
+        kept[worker_type] = "weights" in compute_engine_memory(inputs, served, CONSTANTS).parts["train"]
+    assert kept == {"regular": False, "encoder": True}
 
 
 def test_frozen_weights_wait_in_the_host_and_visit():
