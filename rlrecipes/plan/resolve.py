@@ -32,7 +32,7 @@ from rlrecipes.plan.placement import Placement, place
 from rlrecipes.plan.rules.rule import Facts
 from rlrecipes.plan.rules.table import check_recipe
 from rlrecipes.plan.serving import build_served_models, build_sync_routes
-from rlrecipes.plan.step_inputs import StepInputs, to_step_inputs
+from rlrecipes.plan.step_inputs import StepInputs, reaches_shards, to_step_inputs
 from rlrecipes.plan.step_time import compute_step_time, load_time_constants
 from rlrecipes.plan.time_constants import TimeConstants
 
@@ -249,4 +249,9 @@ def _notes(config: RunConfig) -> list[str]:
         notes.append("pruner stops points of a sweep; a run by itself goes to its end")
     if config.weight_sync.verify_interval == 0:
         notes.append("weight syncs are not verified: a tensor that arrives wrong will not be noticed")
+    elif reaches_shards(config):
+        notes.append(
+            "weight syncs are not verified: an engine of several ranks hashes its shards, which no checksum of the "
+            "trainer can be compared with"
+        )
     return notes

@@ -90,6 +90,7 @@ class StepInputs:
         should_offload_engines: while the trainer works.
         engine_groups: of the policy, those that the run starts and that answer.
         shares_gpus: whether any served model, the policy or another, has a group on the trainer's GPUs.
+        has_sharded_receivers: whether weight syncs reach engines of several ranks.
         weight_sync: how weights travel.
         seed: of the run.
     """
@@ -111,6 +112,7 @@ class StepInputs:
     should_offload_engines: bool
     engine_groups: tuple[EngineGroup, ...]
     shares_gpus: bool
+    has_sharded_receivers: bool
     weight_sync: WeightSyncConfig
     seed: int
 
@@ -164,8 +166,23 @@ def to_step_inputs(
         offloading=config.topology,
         engine_groups=_engine_groups(config, placement) if config.needs_engines else (),
         shares_gpus=any(group.placement == "colocated" for model in models for group in model.server_groups.values()),
+        has_sharded_receivers=reaches_shards(config),
     )
     return _gather(config, cluster, layout)
+
+
+def reaches_shards(config: RunConfig) -> bool:
+    """Whether weight syncs reach engines of several ranks: they hash their shards, and no checksum is compared.
+
+    Args:
+        config: the recipe.
+    """
+    updated = [model for model in config.topology.served_models.values() if model.is_updated and config.needs_engines]
+    return any(_holds_shards(group) for model in updated for group in model.server_groups.values())
+
+
+def _holds_shards(group: ServerGroupConfig | ServerGroupNode) -> bool:
+    return group.gpus_per_engine > 1 and group.worker_type in _ANSWERING
 
 
 def _engine_groups(config: RunConfig, placement: Placement) -> tuple[EngineGroup, ...]:
@@ -233,6 +250,9 @@ def read_step_inputs(plan: Plan) -> StepInputs | None:
         offloading=plan,
         engine_groups=groups,
         shares_gpus=plan.shares_gpus,
+        has_sharded_receivers=any(
+            _holds_shards(group) for model in plan.served_models if model.is_updated for group in model.server_groups
+        ),
     )
     return _gather(plan, plan.cluster, layout)
 
@@ -248,6 +268,7 @@ class _Layout:
     offloading: TopologyConfig | Plan
     engine_groups: tuple[EngineGroup, ...]
     shares_gpus: bool
+    has_sharded_receivers: bool
 
 
 def _gather(source: RunConfig | Plan, cluster: ClusterNode, layout: _Layout) -> StepInputs | None:
@@ -273,6 +294,7 @@ def _gather(source: RunConfig | Plan, cluster: ClusterNode, layout: _Layout) -> 
         should_offload_engines=layout.offloading.should_offload_engines,
         engine_groups=layout.engine_groups,
         shares_gpus=layout.shares_gpus,
+        has_sharded_receivers=layout.has_sharded_receivers,
         weight_sync=source.weight_sync,
         seed=source.seed,
     )

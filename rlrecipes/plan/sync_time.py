@@ -49,8 +49,11 @@ def _pause_s(inputs: StepInputs, constants: TimeConstants) -> float:
 
 
 def _verify_s(inputs: StepInputs, constants: TimeConstants, num_bytes: float) -> float:
-    """Checksums of all tensors, stage by stage, spread over the syncs that do without."""
-    interval = inputs.weight_sync.verify_interval
+    """Checksums of all tensors, stage by stage, spread over the syncs that do without.
+
+    None where an engine has several ranks: their shards cannot be compared.
+    """
+    interval = 0 if inputs.has_sharded_receivers else inputs.weight_sync.verify_interval
     return num_bytes / constants.checksum_bytes_per_s / interval if interval else 0.0
 
 

@@ -285,6 +285,7 @@ def test_weights_travel_over_the_slowest_link_between_trainer_and_engines():
     assert verified["verify"] == pytest.approx(apart["verify"] / 4)
     unverified = compute_sync_time(inputs_of(*APART, "weight_sync.verify_interval=0"), CONSTANTS)
     assert unverified["verify"] == 0
+    assert compute_sync_time(inputs_of(*APART, f"{MAIN}.gpus_per_engine=2"), CONSTANTS)["verify"] == 0  # shards
 
 
 def test_a_bucket_over_cuda_ipc_as_measured_on_an_h200():
