@@ -93,6 +93,7 @@ class StepInputs:
         has_sharded_receivers: whether weight syncs reach engines of several ranks.
         weight_sync: how weights travel.
         seed: of the run.
+        num_gpus: that the run keeps, each once: of the trainer, of every served model, of placeholders.
     """
 
     gpu: GpuConfig
@@ -115,6 +116,7 @@ class StepInputs:
     has_sharded_receivers: bool
     weight_sync: WeightSyncConfig
     seed: int
+    num_gpus: int
 
     @property
     def group_size(self) -> int:
@@ -130,14 +132,6 @@ class StepInputs:
     def num_samples(self) -> int:
         """Of a step."""
         return self.schedule.prompts_per_step * self.group_size
-
-    @property
-    def num_gpus(self) -> int:
-        """That the step keeps, each once."""
-        devices = {(device.node, device.gpu) for device in self.trainer_devices}
-        for group in self.engine_groups:
-            devices |= {(device.node, device.gpu) for engine in group.devices for device in engine}
-        return len(devices)
 
 
 def to_step_inputs(
@@ -167,6 +161,7 @@ def to_step_inputs(
         engine_groups=_engine_groups(config, placement) if config.needs_engines else (),
         shares_gpus=any(group.placement == "colocated" for model in models for group in model.server_groups.values()),
         has_sharded_receivers=reaches_shards(config),
+        num_gpus=len({device for devices in (placement.trainer, *placement.engines.values()) for device in devices}),
     )
     return _gather(config, cluster, layout)
 
@@ -253,6 +248,7 @@ def read_step_inputs(plan: Plan) -> StepInputs | None:
         has_sharded_receivers=any(
             _holds_shards(group) for model in plan.served_models if model.is_updated for group in model.server_groups
         ),
+        num_gpus=len(plan.kept_devices),
     )
     return _gather(plan, plan.cluster, layout)
 
@@ -269,6 +265,7 @@ class _Layout:
     engine_groups: tuple[EngineGroup, ...]
     shares_gpus: bool
     has_sharded_receivers: bool
+    num_gpus: int
 
 
 def _gather(source: RunConfig | Plan, cluster: ClusterNode, layout: _Layout) -> StepInputs | None:
@@ -297,6 +294,7 @@ def _gather(source: RunConfig | Plan, cluster: ClusterNode, layout: _Layout) -> 
         has_sharded_receivers=layout.has_sharded_receivers,
         weight_sync=source.weight_sync,
         seed=source.seed,
+        num_gpus=layout.num_gpus,
     )
 
 

@@ -151,6 +151,7 @@ def test_a_placeholder_keeps_its_gpus_free():
     (large,) = [group for group in plan.policy.server_groups if group.name == "large"]
     assert large.engines == ()
     assert [device.gpu for device in large.reserved] == [1, 2]
+    assert plan.num_used_gpus == {0: 3}
 
 
 @pytest.mark.parametrize("topology", ["colocated", "disaggregated"])
