@@ -102,15 +102,15 @@ def compute_memory(
     engines = [(one, compute_engine_memory(inputs, one, constants)) for one in served]
     usable = int(inputs.gpu.memory_bytes * (1 - constants.headroom_fraction))
     roles = tuple(_iter_roles(inputs, stages, engines))
-    rooms = tuple(memory.room for _, memory in engines)
     beside = [memory for one, memory in engines if one.group.placement == "colocated"]
     largest = _compute_largest_micro_batch(stages, beside, usable)
-    held = [room.capacity_tokens for (one, _), room in zip(engines, rooms, strict=True) if one.is_updated]
+    rooms = [(one, memory.room) for one, memory in engines if memory.room is not None]
+    held = [room.capacity_tokens for one, room in rooms if one.is_updated]
     return MemoryNode.model_construct(
         gpu_bytes=inputs.gpu.memory_bytes,
         usable_bytes=usable,
         roles=roles,
-        engines=rooms,
+        engines=tuple(room for _, room in rooms),
         max_tokens_per_micro_batch=largest,
         max_sample_tokens=min([largest * inputs.parallel.context_parallel_size, *held]),
         hosts=tuple(_iter_hosts(inputs, stages, engines)),

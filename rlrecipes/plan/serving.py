@@ -54,7 +54,11 @@ def build_sync_routes(config: RunConfig, served: tuple[ServedModelNode, ...]) ->
         SyncRouteNode(
             served_model=model.name,
             transport=config.weight_sync.transport,
-            num_receiving_ranks=sum(group.gpus_per_engine * len(group.engines) for group in model.server_groups),
+            num_receiving_ranks=sum(
+                group.gpus_per_engine * len(group.engines)
+                for group in model.server_groups
+                if group.worker_type != "encoder"  # which holds no weights of the trainer
+            ),
         )
         for model in served
         if model.is_updated

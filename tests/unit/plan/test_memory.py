@@ -322,14 +322,16 @@ def test_memory_changes_hands_where_any_served_model_is_on_the_trainers_gpus():
     assert compute_offload_time(beside, load_time_constants(None)) > 0
 
 
-def test_an_encoder_beside_the_trainer_keeps_its_memory():
+def test_an_encoder_has_no_cache_is_not_updated_and_gives_nothing_back():
     inputs = inputs_of(*COLOCATED)
-    kept = {}
-    for worker_type in ("regular", "encoder"):
-        group = dataclasses.replace(inputs.engine_groups[0], worker_type=worker_type)
-        served = ServedEngines("policy/encoder", inputs.shapes, 2, False, group)
-        kept[worker_type] = "weights" in compute_engine_memory(inputs, served, CONSTANTS).parts["train"]
-    assert kept == {"regular": False, "encoder": True}
+    group = dataclasses.replace(inputs.engine_groups[0], worker_type="encoder")
+    encoder = ServedEngines("policy/encoder", inputs.shapes, 2, True, group)
+    memory = compute_memory(inputs, CONSTANTS, (encoder,))
+    assert memory.engines == ()
+    assert memory.max_sample_tokens == memory.max_tokens_per_micro_batch
+    process = {"engine.context", "engine.workspace"}
+    for parts in memory.roles[0].parts.values():
+        assert {name for name in parts if name.startswith("engine")} == process
 
 
 def test_frozen_weights_wait_in_the_host_and_visit():

@@ -141,6 +141,13 @@ def test_open_groups_share_evenly():
     assert sizes == {"prefill": 7, "decode": 8}
 
 
+def test_weights_are_sent_to_all_but_encoders():
+    plan = plan_of("topology=epd", "weight_sync=distributed", hosts=hosts_of(4))
+    sizes = {group.worker_type: len(group.engines) for group in plan.policy.server_groups}
+    assert sizes == {"prefill": 1, "decode": 1, "encoder": 1}
+    assert [route.num_receiving_ranks for route in plan.sync_routes] == [2]
+
+
 def test_a_placeholder_keeps_its_gpus_free():
     plan = plan_of(
         "topology=mixed",
