@@ -129,6 +129,11 @@ class StepInputs:
         return isinstance(self.algo, RlConfig)
 
     @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return isinstance(self.algo, RlConfig) and self.algo.critic is not None
+
+    @property
     def num_samples(self) -> int:
         """Of a step."""
         return self.schedule.prompts_per_step * self.group_size

@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 
 from rlrecipes.plan.links import compute_link_bytes_per_s, compute_spread
-from rlrecipes.plan.parameters import compute_num_parameters, compute_rank_parameters
+from rlrecipes.plan.parameters import (
+    RankCounts,
+    compute_critic_parameters,
+    compute_num_parameters,
+    compute_rank_parameters,
+)
 from rlrecipes.plan.step_inputs import StepInputs
 from rlrecipes.plan.time_constants import TimeConstants
 from rlrecipes.plan.train_time import compute_host_fraction, compute_num_shards
@@ -89,22 +94,30 @@ def compute_offload_time(inputs: StepInputs, constants: TimeConstants) -> float:
 
 
 def _held_bytes(inputs: StepInputs) -> float:
-    """Of the rank with most parameters: weights, and its share of the optimizer's states unless the host has them."""
+    """Of the rank with most parameters: weights, and its share of the states that are here, of policy and critic."""
     parallel = inputs.parallel
     ranks, expert_ranks = compute_num_shards(parallel)
     state = _STATE_BYTES * (1 - compute_host_fraction(parallel))
-    return max(
-        stage.total * inputs.dtype_bytes + state * (stage.dense / ranks + stage.experts / expert_ranks)
-        for stage in compute_rank_parameters(inputs.shapes, parallel)
-    )
+
+    def held(one: RankCounts) -> float:
+        return one.total * inputs.dtype_bytes + state * (one.dense / ranks + one.experts / expert_ranks)
+
+    policy = compute_rank_parameters(inputs.shapes, parallel)
+    if not inputs.has_critic:
+        return max(map(held, policy))
+    critic = compute_critic_parameters(inputs.shapes, parallel)
+    return max(held(one) + held(other) for one, other in zip(policy, critic, strict=True))
 
 
 def compute_checkpoint_time(inputs: StepInputs, constants: TimeConstants) -> float:
     """Seconds to write one checkpoint: weights in fp32 with their moments, each once, by all nodes of the trainer.
+
+    A critic is taken to be as large as the policy.
 
     Args:
         inputs: of the step.
         constants: of the model.
     """
     num_nodes = len({device.node for device in inputs.trainer_devices})
-    return compute_num_parameters(inputs.shapes) * _STATE_BYTES / (num_nodes * constants.disk_bytes_per_s)
+    num_bytes = compute_num_parameters(inputs.shapes) * _STATE_BYTES * (1 + inputs.has_critic)
+    return num_bytes / (num_nodes * constants.disk_bytes_per_s)

@@ -349,6 +349,9 @@ def test_a_critic_costs_what_a_policy_without_output_layer_does():
     lookup = compute_padded_vocab_size(shapes.vocab_size, 1) * shapes.hidden_size
     count = both.parts["train"]["trainer.weights"] / 2 - lookup + shapes.hidden_size
     assert both.parts["train"]["trainer.critic"] == pytest.approx(count * (2 + 2 + 12 / 8))
+    weights = both.parts["train"]["trainer.weights"] / 2
+    assert both.parts["train"]["trainer.gradient_copies"] == pytest.approx(4 * count / 8)  # until its own next step
+    assert both.parts["update"]["trainer.gradient_copies"] == pytest.approx(4 * (weights + count) / 8)
 
 
 def test_offloaded_state_moves_to_the_host():
