@@ -9,7 +9,7 @@ from rlrecipes.config.schema import ModelShapes
 from rlrecipes.plan.activations import compute_widest_layer
 from rlrecipes.plan.engine_costs import compute_engine_kv_bytes, compute_engine_weight_bytes
 from rlrecipes.plan.memory_constants import MemoryConstants
-from rlrecipes.plan.memory_nodes import EngineRoomNode, Phase
+from rlrecipes.plan.memory_nodes import PHASES, EngineRoomNode, Phase
 from rlrecipes.plan.model_costs import compute_state_bytes
 from rlrecipes.plan.step_inputs import EngineGroup, StepInputs
 from rlrecipes.plan.trainer_memory import Parts, compute_bucket_bytes
@@ -49,12 +49,12 @@ class EngineMemory:
 
     Attributes:
         parts: phase -> part -> bytes.
-        room: of the engine's KV cache.
+        room: of the engine's KV cache; None: it has none, since it encodes.
         host_bytes: of the weights that it puts back itself.
     """
 
     parts: Mapping[Phase, Parts]
-    room: EngineRoomNode
+    room: EngineRoomNode | None
     host_bytes: float
 
 
@@ -63,7 +63,8 @@ def compute_engine_memory(inputs: StepInputs, served: ServedEngines, constants: 
 
     SGLang takes its memory once: ``mem_fraction_static`` of the GPU for weights and KV cache, or a cache of
     ``max_total_tokens``; graphs and activations come on top. Engines that give their memory back take their KV cache
-    again only after the weights have come.
+    again only after the weights have come. Of an encoder the process alone is counted: a model's shapes say nothing of
+    the part that sees images. It gives nothing back, and no sync reaches it.
 
     Args:
         inputs: of the step.
@@ -71,13 +72,17 @@ def compute_engine_memory(inputs: StepInputs, served: ServedEngines, constants: 
         constants: of the model.
     """
     group = served.group
-    own = replace(inputs, shapes=served.shapes, dtype_bytes=served.dtype_bytes)
-    weights = compute_engine_weight_bytes(own, group)
-    room, cache = _compute_room(own, served, weights, constants)
-    base: Parts = {
+    process: Parts = {
         "context": constants.cuda_context_bytes,
         "workspace": constants.engine_workspace_bytes,
         "nccl": constants.nccl_group_bytes * (group.num_gpus > 1),
+    }
+    if group.worker_type == "encoder":
+        return EngineMemory(dict.fromkeys(PHASES, process), None, 0.0)
+    own = replace(inputs, shapes=served.shapes, dtype_bytes=served.dtype_bytes)
+    weights = compute_engine_weight_bytes(own, group)
+    room, cache = _compute_room(own, served, weights, constants)
+    base = process | {
         "cuda_graphs": _count_graph_requests(inputs.gpu.memory_bytes, group) * constants.engine_graph_request_bytes,
     }
     working = base | {"weights": weights, "activations": _compute_activation_bytes(own, group, constants)}

@@ -7,6 +7,7 @@ calibration.yaml.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from rlrecipes.plan.calibration import load_calibration
 from rlrecipes.plan.engine_memory import EngineMemory, ServedEngines, compute_engine_memory
 from rlrecipes.plan.families import FAMILIES, UnreadableConfigError, read_text_config, to_shapes
 from rlrecipes.plan.memory_constants import MemoryConstants
-from rlrecipes.plan.memory_nodes import PHASES, GpuRoleNode, MemoryNode, Phase
+from rlrecipes.plan.memory_nodes import PHASES, GpuRoleNode, HostMemoryNode, MemoryNode, Phase
 from rlrecipes.plan.nodes import POLICY
 from rlrecipes.plan.placement import Placement
 from rlrecipes.plan.rules.topology import hands_over_by_nixl
@@ -101,17 +102,18 @@ def compute_memory(
     engines = [(one, compute_engine_memory(inputs, one, constants)) for one in served]
     usable = int(inputs.gpu.memory_bytes * (1 - constants.headroom_fraction))
     roles = tuple(_iter_roles(inputs, stages, engines))
-    rooms = tuple(memory.room for _, memory in engines)
     beside = [memory for one, memory in engines if one.group.placement == "colocated"]
     largest = _compute_largest_micro_batch(stages, beside, usable)
-    held = [room.capacity_tokens for (one, _), room in zip(engines, rooms, strict=True) if one.is_updated]
+    rooms = [(one, memory.room) for one, memory in engines if memory.room is not None]
+    held = [room.capacity_tokens for one, room in rooms if one.is_updated]
     return MemoryNode.model_construct(
         gpu_bytes=inputs.gpu.memory_bytes,
         usable_bytes=usable,
         roles=roles,
-        engines=rooms,
+        engines=tuple(room for _, room in rooms),
         max_tokens_per_micro_batch=largest,
         max_sample_tokens=min([largest * inputs.parallel.context_parallel_size, *held]),
+        hosts=tuple(_iter_hosts(inputs, stages, engines)),
     )
 
 
@@ -134,6 +136,21 @@ def _iter_roles(
         yield _build_role("trainer", num_trainers - shared, inputs, stages, None)
 
 
+def _iter_hosts(
+    inputs: StepInputs, stages: Sequence[StageMemory], engines: Sequence[tuple[ServedEngines, EngineMemory]]
+) -> Iterator[HostMemoryNode]:
+    """What every rank on a machine keeps there; the trainer's ranks of one pipeline stage follow each other."""
+    kept: list[Counter[str]] = [Counter() for _ in inputs.host_memory_bytes]
+    for rank, device in enumerate(inputs.trainer_devices):
+        stage = stages[rank * len(stages) // len(inputs.trainer_devices)]
+        kept[device.node].update(_prefix("trainer", stage.host))
+    for one, memory in engines:
+        for device in (device for devices in one.group.devices for device in devices):
+            kept[device.node].update(_prefix("engine", {"weights": memory.host_bytes}))
+    for memory_bytes, parts in zip(inputs.host_memory_bytes, kept, strict=True):
+        yield HostMemoryNode.model_construct(memory_bytes=memory_bytes, parts=dict(parts))
+
+
 def _build_role(
     name: str, num_gpus: int, inputs: StepInputs, stages: Sequence[StageMemory], engine: EngineMemory | None
 ) -> GpuRoleNode:
@@ -148,7 +165,7 @@ def _build_role(
         | (_prefix("engine", engine.parts[phase]) if engine else {})
         for phase in PHASES
     }
-    host_bytes = fullest.host_bytes + (engine.host_bytes if engine else 0.0)
+    host_bytes = sum(fullest.host.values()) + (engine.host_bytes if engine else 0.0)
     return GpuRoleNode.model_construct(
         name=name, num_gpus=num_gpus, stage=fullest.stage, parts=parts, host_bytes=round(host_bytes)
     )
@@ -207,7 +224,30 @@ def find_memory_problems(
                 " or of rollout.evaluation.sampling, whichever is longer"
             )
             problems.append(Problem(f"{_group_path(room.name)}.gpus_per_engine", problem, fix))
+    if not memory.are_hosts_fitting:
+        problems.append(_to_host_problem(inputs, constants, memory, served))
     return problems
+
+
+def _to_host_problem(
+    inputs: StepInputs, constants: MemoryConstants, memory: MemoryNode, served: Sequence[ServedEngines] | None
+) -> Problem:
+    """Of the machine that lacks most."""
+    number, host = max(enumerate(memory.hosts), key=lambda pair: pair[1].needed_bytes - pair[1].memory_bytes)
+    told = ", ".join(f"{name} {value / _GIB:.1f}" for name, value in sorted(host.parts.items(), key=lambda p: -p[1]))
+    problem = (
+        f"node {number} has {host.memory_bytes / _GIB:.1f} GiB of its own memory; what its GPUs leave there between "
+        f"their phases takes {host.needed_bytes / _GIB:.1f} ({told})"
+    )
+    here = inputs.parallel.model_copy(update={"optimizer_cpu_offload": False})
+    options = {
+        "topology.should_offload_trainer": replace(inputs, should_offload_trainer=False),
+        "parallel.optimizer_cpu_offload": replace(inputs, parallel=here),
+    }
+    for where, tried in options.items():
+        if compute_memory(tried, constants, served).is_fitting:
+            return Problem(where, problem, f"set {where}=false")
+    return Problem("parallel", problem, "spread the trainer over more nodes, or use nodes with more memory")
 
 
 def _find_fix(
@@ -239,19 +279,18 @@ def _find_fix(
 
 
 def _has_room_beside(memory: MemoryNode, role: GpuRoleNode) -> bool:
-    """Whether the phases that no micro-batch lengthens fit."""
+    """Whether the phases that no micro-batch lengthens fit, and what waits in the hosts' memory."""
     phases = [phase for phase in PHASES if phase not in ("logprobs", "train")]
     changed = next(one for one in memory.roles if one.name == role.name)
-    return all(changed.sum_phase(phase) <= memory.usable_bytes for phase in phases)
+    return memory.are_hosts_fitting and all(changed.sum_phase(phase) <= memory.usable_bytes for phase in phases)
 
 
 def _iter_changes(inputs: StepInputs) -> Iterator[tuple[str, dict[str, str], StepInputs]]:
     """Changes from the cheapest in time to the dearest: where, what, and the inputs each leads to; none at first."""
     parallel, changes = inputs.parallel, dict[str, str]()
     yield "", changes, inputs
-    is_shared = any(group.placement == "colocated" for group in inputs.engine_groups)
     should_engines = not any(hands_over_by_nixl(group.native) for group in inputs.engine_groups)
-    if is_shared and not (inputs.should_offload_trainer and inputs.should_offload_engines >= should_engines):
+    if inputs.shares_gpus and not (inputs.should_offload_trainer and inputs.should_offload_engines >= should_engines):
         inputs = replace(inputs, should_offload_engines=should_engines, should_offload_trainer=True)
         names = ("should_offload_engines", "should_offload_trainer")
         changes = {f"topology.{name}": "true" for name in names if getattr(inputs, name)}

@@ -58,6 +58,21 @@ class EngineRoomNode(Section):
     """Rollouts of the recipe's longest length at once."""
 
 
+class HostMemoryNode(Section):
+    """What a machine keeps in its own memory for the GPUs on it, from the first turn to the end of the run."""
+
+    memory_bytes: int
+    """What it has."""
+    parts: dict[str, int]
+    """part -> bytes, named like those of a GPU: ``trainer.optimizer``, ``trainer.offloaded`` (state that waits while
+    engines work), ``trainer.frozen_weights``, ``engine.weights``."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """All parts."""
+        return sum(self.parts.values())
+
+
 class MemoryNode(Section):
     """Memory of every kind of GPU in every phase, and what more would fit."""
 
@@ -71,6 +86,8 @@ class MemoryNode(Section):
     """The largest parallel.max_tokens_per_micro_batch that fits; 0: none does."""
     max_sample_tokens: int
     """The longest sample that trainer and engines can hold."""
+    hosts: tuple[HostMemoryNode, ...] = ()
+    """The machines that trainer and engines lie on, in order."""
 
     @property
     def headroom_bytes(self) -> int:
@@ -79,5 +96,14 @@ class MemoryNode(Section):
 
     @property
     def is_fitting(self) -> bool:
-        """Whether every phase fits and every engine holds one longest rollout."""
-        return self.headroom_bytes >= 0 and all(engine.max_longest_rollouts >= 1 for engine in self.engines)
+        """Whether every phase fits, every engine holds one longest rollout, and machines have room for what waits."""
+        return (
+            self.headroom_bytes >= 0
+            and all(engine.max_longest_rollouts >= 1 for engine in self.engines)
+            and self.are_hosts_fitting
+        )
+
+    @property
+    def are_hosts_fitting(self) -> bool:
+        """Whether every machine has room for what it keeps."""
+        return all(host.needed_bytes <= host.memory_bytes for host in self.hosts)

@@ -322,12 +322,23 @@ class Plan(Section):
         return next((model for model in self.served_models if model.name == POLICY), None)
 
     @property
+    def shares_gpus(self) -> bool:
+        """Whether any served model has a group on the trainer's GPUs, so that memory may change hands."""
+        return any(group.placement == "colocated" for model in self.served_models for group in model.server_groups)
+
+    @property
+    def kept_devices(self) -> set[DeviceNode]:
+        """Of trainer and engines, and those that placeholders keep free."""
+        groups = [group for model in self.served_models for group in model.server_groups]
+        parts = [part for group in groups for engine in group.engines for part in (engine, *engine.followers)]
+        owners = [self.trainer.devices, *(part.devices for part in parts), *(group.reserved for group in groups)]
+        return {device for devices in owners for device in devices}
+
+    @property
     def num_used_gpus(self) -> dict[int, int]:
-        """Machine -> GPUs that are used of it, from the first on; machines without a process are left out."""
-        engines = [engine for model in self.served_models for engine in model.engines]
-        parts = [part for engine in engines for part in (engine, *engine.followers)]
+        """Machine -> GPUs that are kept of it, from the first on; machines of which nothing is kept are left out."""
         used: dict[int, int] = {}
-        for device in (*self.trainer.devices, *(device for part in parts for device in part.devices)):
+        for device in sorted(self.kept_devices, key=lambda device: device.node):
             used[device.node] = max(used.get(device.node, 0), 0 if device.gpu is None else device.gpu + 1)
         return used
 

@@ -289,6 +289,21 @@ def compute_rank_parameters(shapes: ModelShapes, parallel: ParallelConfig) -> tu
     return tuple(RankCounts(stage.split // tp + stage.whole, stage.experts // experts_over) for stage in stages)
 
 
+def compute_critic_parameters(shapes: ModelShapes, parallel: ParallelConfig) -> tuple[RankCounts, ...]:
+    """Of a critic, as :func:`compute_rank_parameters`: the policy's, with a head of one row instead of an output layer.
+
+    Args:
+        shapes: of the policy.
+        parallel: the trainer's layout.
+    """
+    *others, last = compute_rank_parameters(shapes, parallel)
+    if shapes.untie_embeddings_and_output_weights or others:
+        tp = parallel.tensor_model_parallel_size
+        output = compute_padded_vocab_size(shapes.vocab_size, tp) * shapes.hidden_size // tp
+        last = RankCounts(last.dense - output + shapes.hidden_size, last.experts)
+    return (*others, last)
+
+
 def _sum(counts: Iterable[Counts]) -> Counts:
     total = Counts()
     for one in counts:

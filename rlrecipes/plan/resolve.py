@@ -33,7 +33,7 @@ from rlrecipes.plan.rules.lengths import compute_longest_sample
 from rlrecipes.plan.rules.rule import Facts
 from rlrecipes.plan.rules.table import check_recipe
 from rlrecipes.plan.serving import build_served_models, build_sync_routes
-from rlrecipes.plan.step_inputs import StepInputs, to_step_inputs
+from rlrecipes.plan.step_inputs import StepInputs, reaches_shards, to_step_inputs
 from rlrecipes.plan.step_time import compute_step_time, load_time_constants
 from rlrecipes.plan.time_constants import TimeConstants
 
@@ -82,7 +82,7 @@ def resolve(
     constants = _read_constants(config, problems)
     is_laid_out = not any(problem.where.startswith(_LAYOUT) for problem in (*earlier, *problems))
     is_priced = constants is not None and placement.trainer and is_laid_out
-    inputs = to_step_inputs(config, shapes, cluster, placement) if shapes is not None and is_priced else None
+    inputs = to_step_inputs(config, shapes, cluster, hosts, placement) if shapes is not None and is_priced else None
     memory = _predict_memory(config, inputs, placement, problems) if inputs is not None else None
     if earlier or problems or shapes is None:
         wrong = {problem.where for problem in earlier}
@@ -249,4 +249,9 @@ def _notes(config: RunConfig) -> list[str]:
         notes.append("pruner stops points of a sweep; a run by itself goes to its end")
     if config.weight_sync.verify_interval == 0:
         notes.append("weight syncs are not verified: a tensor that arrives wrong will not be noticed")
+    elif reaches_shards(config):
+        notes.append(
+            "weight syncs are not verified: an engine of several ranks hashes its shards, which no checksum of the "
+            "trainer can be compared with"
+        )
     return notes

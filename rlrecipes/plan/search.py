@@ -222,7 +222,7 @@ class _Search:
         if not problems:
             facts = Facts(config, self._shapes, self._hosts, self._cluster, placement)
             problems = [problem for problem in check_recipe(facts) if not problem.where.startswith("parallel.")]
-        inputs = None if problems else to_step_inputs(config, self._shapes, self._cluster, placement)
+        inputs = None if problems else to_step_inputs(config, self._shapes, self._cluster, self._hosts, placement)
         if inputs is None:
             self._refuse(problems)
             return None
@@ -256,7 +256,7 @@ class _Search:
     def _fit(self, inputs: StepInputs, parallel: ParallelConfig) -> Iterator[_Trainer]:
         """Every way of sparing memory with which the trainer alone fits."""
         for option in iter_memory_options(parallel):
-            alone = replace(inputs, parallel=option, engine_groups=())
+            alone = replace(inputs, parallel=option, engine_groups=(), shares_gpus=False)
             if compute_memory(alone, self._memory).is_fitting:
                 distribution = compute_distribution(alone, self._constants)
                 yield _Trainer(option, compute_train_time(alone, self._constants, distribution))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import count, groupby
 
-from rlrecipes.config.schema import RlConfig, RunConfig, ServedModelConfig, ServerGroupConfig
+from rlrecipes.config.schema import RunConfig, ServedModelConfig, ServerGroupConfig
 from rlrecipes.plan.commands import to_engine_command, to_engine_env, to_router_command
 from rlrecipes.plan.nodes import DeviceNode, ProcessNode, ServedModelNode, ServerGroupNode, SyncRouteNode
 from rlrecipes.plan.placement import Placement
@@ -19,7 +19,7 @@ def build_served_models(config: RunConfig, placement: Placement) -> tuple[Served
         config: the recipe, its rules kept.
         placement: of all its engines.
     """
-    if not isinstance(config.algo, RlConfig) and config.data.eval_path is None:
+    if not config.needs_engines:
         return ()
     indices = count()
     served = []
@@ -54,7 +54,11 @@ def build_sync_routes(config: RunConfig, served: tuple[ServedModelNode, ...]) ->
         SyncRouteNode(
             served_model=model.name,
             transport=config.weight_sync.transport,
-            num_receiving_ranks=sum(group.gpus_per_engine * len(group.engines) for group in model.server_groups),
+            num_receiving_ranks=sum(
+                group.gpus_per_engine * len(group.engines)
+                for group in model.server_groups
+                if group.worker_type != "encoder"  # which holds no weights of the trainer
+            ),
         )
         for model in served
         if model.is_updated

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from rlrecipes.config.schema import (
     WorkerType,
 )
 from rlrecipes.plan.inventory import read_figures
-from rlrecipes.plan.nodes import POLICY, ClusterNode, DeviceNode, Plan, ServerGroupNode
+from rlrecipes.plan.nodes import POLICY, ClusterNode, DeviceNode, HostNode, Plan, ServerGroupNode
 from rlrecipes.plan.placement import Placement
 from rlrecipes.plan.rules.lengths import compute_longest
 
@@ -76,6 +76,7 @@ class StepInputs:
     Attributes:
         gpu: what every device is.
         nic_bytes_per_s: of one GPU, to other nodes.
+        host_memory_bytes: of each machine.
         shapes: of the model.
         dtype_bytes: of one weight.
         algo: the algorithm.
@@ -90,12 +91,16 @@ class StepInputs:
         should_offload_trainer: while colocated engines work.
         should_offload_engines: while the trainer works.
         engine_groups: of the policy, those that the run starts and that answer.
+        shares_gpus: whether any served model, the policy or another, has a group on the trainer's GPUs.
+        has_sharded_receivers: whether weight syncs reach engines of several ranks.
         weight_sync: how weights travel.
         seed: of the run.
+        num_gpus: that the run keeps, each once: of the trainer, of every served model, of placeholders.
     """
 
     gpu: GpuConfig
     nic_bytes_per_s: float
+    host_memory_bytes: tuple[int, ...]
     shapes: ModelShapes
     dtype_bytes: int
     algo: RlConfig | SftConfig
@@ -110,8 +115,11 @@ class StepInputs:
     should_offload_trainer: bool
     should_offload_engines: bool
     engine_groups: tuple[EngineGroup, ...]
+    shares_gpus: bool
+    has_sharded_receivers: bool
     weight_sync: WeightSyncConfig
     seed: int
+    num_gpus: int
 
     @property
     def group_size(self) -> int:
@@ -124,21 +132,18 @@ class StepInputs:
         return isinstance(self.algo, RlConfig)
 
     @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return isinstance(self.algo, RlConfig) and self.algo.critic is not None
+
+    @property
     def num_samples(self) -> int:
         """Of a step."""
         return self.schedule.prompts_per_step * self.group_size
 
-    @property
-    def num_gpus(self) -> int:
-        """That the step keeps, each once."""
-        devices = {(device.node, device.gpu) for device in self.trainer_devices}
-        for group in self.engine_groups:
-            devices |= {(device.node, device.gpu) for engine in group.devices for device in engine}
-        return len(devices)
-
 
 def to_step_inputs(
-    config: RunConfig, shapes: ModelShapes, cluster: ClusterNode, placement: Placement
+    config: RunConfig, shapes: ModelShapes, cluster: ClusterNode, hosts: Sequence[HostNode], placement: Placement
 ) -> StepInputs | None:
     """Gather them from a recipe.
 
@@ -146,6 +151,7 @@ def to_step_inputs(
         config: the recipe.
         shapes: of its model.
         cluster: settled.
+        hosts: its machines.
         placement: of its processes.
 
     Returns:
@@ -153,9 +159,33 @@ def to_step_inputs(
     """
     if config.topology.device == "cpu":
         return None
-    is_asked = isinstance(config.algo, RlConfig) or config.data.eval_path is not None
-    groups = _engine_groups(config, placement) if is_asked else ()
-    return _gather(config, cluster, shapes, config.parallel, placement.trainer, config.topology, groups)
+    models = config.topology.served_models.values() if config.needs_engines else ()
+    layout = _Layout(
+        shapes=shapes,
+        hosts=hosts,
+        parallel=config.parallel,
+        trainer_devices=placement.trainer,
+        offloading=config.topology,
+        engine_groups=_engine_groups(config, placement) if config.needs_engines else (),
+        shares_gpus=any(group.placement == "colocated" for model in models for group in model.server_groups.values()),
+        has_sharded_receivers=reaches_shards(config),
+        num_gpus=len({device for devices in (placement.trainer, *placement.engines.values()) for device in devices}),
+    )
+    return _gather(config, cluster, layout)
+
+
+def reaches_shards(config: RunConfig) -> bool:
+    """Whether weight syncs reach engines of several ranks: they hash their shards, and no checksum is compared.
+
+    Args:
+        config: the recipe.
+    """
+    updated = [model for model in config.topology.served_models.values() if model.is_updated and config.needs_engines]
+    return any(_holds_shards(group) for model in updated for group in model.server_groups.values())
+
+
+def _holds_shards(group: ServerGroupConfig | ServerGroupNode) -> bool:
+    return group.gpus_per_engine > 1 and group.worker_type in _ANSWERING
 
 
 def _engine_groups(config: RunConfig, placement: Placement) -> tuple[EngineGroup, ...]:
@@ -215,26 +245,47 @@ def read_step_inputs(plan: Plan) -> StepInputs | None:
         is_own = not any(group.engine == "external" for group in answering)
         groups = tuple(build_engine_group(group, _read_devices(group)) for group in answering if is_own)
     parallel = ParallelConfig(**{name: getattr(trainer, name) for name in ParallelConfig.model_fields})
-    return _gather(plan, plan.cluster, plan.model.shapes, parallel, trainer.devices, plan, groups)
+    layout = _Layout(
+        shapes=plan.model.shapes,
+        hosts=plan.hosts,
+        parallel=parallel,
+        trainer_devices=trainer.devices,
+        offloading=plan,
+        engine_groups=groups,
+        shares_gpus=plan.shares_gpus,
+        has_sharded_receivers=any(
+            _holds_shards(group) for model in plan.served_models if model.is_updated for group in model.server_groups
+        ),
+        num_gpus=len(plan.kept_devices),
+    )
+    return _gather(plan, plan.cluster, layout)
 
 
-def _gather(
-    source: RunConfig | Plan,
-    cluster: ClusterNode,
-    shapes: ModelShapes,
-    parallel: ParallelConfig,
-    trainer_devices: tuple[DeviceNode, ...],
-    offloading: TopologyConfig | Plan,
-    engine_groups: tuple[EngineGroup, ...],
-) -> StepInputs | None:
-    """What a recipe and its Plan call alike, beside what each was asked for."""
-    if cluster.gpu is None or (isinstance(source.algo, RlConfig) and not engine_groups):
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What a recipe and its Plan do not call alike; fields as in StepInputs."""
+
+    shapes: ModelShapes
+    hosts: Sequence[HostNode]
+    parallel: ParallelConfig
+    trainer_devices: tuple[DeviceNode, ...]
+    offloading: TopologyConfig | Plan
+    engine_groups: tuple[EngineGroup, ...]
+    shares_gpus: bool
+    has_sharded_receivers: bool
+    num_gpus: int
+
+
+def _gather(source: RunConfig | Plan, cluster: ClusterNode, layout: _Layout) -> StepInputs | None:
+    """What they call alike, beside that."""
+    if cluster.gpu is None or (isinstance(source.algo, RlConfig) and not layout.engine_groups):
         return None
     sampling = source.rollout.sampling
     return StepInputs(
         gpu=cluster.gpu,
         nic_bytes_per_s=cluster.nic_bytes_per_s,
-        shapes=shapes,
+        host_memory_bytes=tuple(host.memory_bytes for host in layout.hosts),
+        shapes=layout.shapes,
         dtype_bytes=2 if source.model.dtype == "bfloat16" else 4,
         algo=source.algo,
         schedule=source.schedule,
@@ -243,13 +294,16 @@ def _gather(
         max_rollout_tokens=compute_longest(source),
         is_distribution_cut=sampling.top_p < 1 or sampling.top_k != -1,
         max_concurrent_requests=source.rollout.max_concurrent_requests,
-        parallel=parallel,
-        trainer_devices=trainer_devices,
-        should_offload_trainer=offloading.should_offload_trainer,
-        should_offload_engines=offloading.should_offload_engines,
-        engine_groups=engine_groups,
+        parallel=layout.parallel,
+        trainer_devices=layout.trainer_devices,
+        should_offload_trainer=layout.offloading.should_offload_trainer,
+        should_offload_engines=layout.offloading.should_offload_engines,
+        engine_groups=layout.engine_groups,
+        shares_gpus=layout.shares_gpus,
+        has_sharded_receivers=layout.has_sharded_receivers,
         weight_sync=source.weight_sync,
         seed=source.seed,
+        num_gpus=layout.num_gpus,
     )
 
 

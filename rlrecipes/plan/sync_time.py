@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 
 from rlrecipes.plan.links import compute_link_bytes_per_s, compute_spread
-from rlrecipes.plan.parameters import compute_num_parameters, compute_rank_parameters
+from rlrecipes.plan.parameters import (
+    RankCounts,
+    compute_critic_parameters,
+    compute_num_parameters,
+    compute_rank_parameters,
+)
 from rlrecipes.plan.step_inputs import StepInputs
 from rlrecipes.plan.time_constants import TimeConstants
-from rlrecipes.plan.train_time import compute_num_shards
+from rlrecipes.plan.train_time import compute_host_fraction, compute_num_shards
 
 _STATE_BYTES = 12
 """A parameter's weight and two moments, fp32."""
@@ -49,8 +54,11 @@ def _pause_s(inputs: StepInputs, constants: TimeConstants) -> float:
 
 
 def _verify_s(inputs: StepInputs, constants: TimeConstants, num_bytes: float) -> float:
-    """Checksums of all tensors, stage by stage, spread over the syncs that do without."""
-    interval = inputs.weight_sync.verify_interval
+    """Checksums of all tensors, stage by stage, spread over the syncs that do without.
+
+    None where an engine has several ranks: their shards cannot be compared.
+    """
+    interval = 0 if inputs.has_sharded_receivers else inputs.weight_sync.verify_interval
     return num_bytes / constants.checksum_bytes_per_s / interval if interval else 0.0
 
 
@@ -77,7 +85,7 @@ def compute_offload_time(inputs: StepInputs, constants: TimeConstants) -> float:
         inputs: of the step.
         constants: of the model.
     """
-    if not any(group.placement == "colocated" for group in inputs.engine_groups):
+    if not inputs.shares_gpus:
         return 0.0
     seconds = constants.engine_release_s if inputs.should_offload_engines else 0.0
     if inputs.should_offload_trainer:
@@ -86,22 +94,30 @@ def compute_offload_time(inputs: StepInputs, constants: TimeConstants) -> float:
 
 
 def _held_bytes(inputs: StepInputs) -> float:
-    """Of the rank with most parameters: weights, and its share of the optimizer's states unless the host has them."""
+    """Of the rank with most parameters: weights, and its share of the states that are here, of policy and critic."""
     parallel = inputs.parallel
     ranks, expert_ranks = compute_num_shards(parallel)
-    state = 0 if parallel.optimizer_cpu_offload else _STATE_BYTES
-    return max(
-        stage.total * inputs.dtype_bytes + state * (stage.dense / ranks + stage.experts / expert_ranks)
-        for stage in compute_rank_parameters(inputs.shapes, parallel)
-    )
+    state = _STATE_BYTES * (1 - compute_host_fraction(parallel))
+
+    def held(one: RankCounts) -> float:
+        return one.total * inputs.dtype_bytes + state * (one.dense / ranks + one.experts / expert_ranks)
+
+    policy = compute_rank_parameters(inputs.shapes, parallel)
+    if not inputs.has_critic:
+        return max(map(held, policy))
+    critic = compute_critic_parameters(inputs.shapes, parallel)
+    return max(held(one) + held(other) for one, other in zip(policy, critic, strict=True))
 
 
 def compute_checkpoint_time(inputs: StepInputs, constants: TimeConstants) -> float:
     """Seconds to write one checkpoint: weights in fp32 with their moments, each once, by all nodes of the trainer.
+
+    A critic is taken to be as large as the policy.
 
     Args:
         inputs: of the step.
         constants: of the model.
     """
     num_nodes = len({device.node for device in inputs.trainer_devices})
-    return compute_num_parameters(inputs.shapes) * _STATE_BYTES / (num_nodes * constants.disk_bytes_per_s)
+    num_bytes = compute_num_parameters(inputs.shapes) * _STATE_BYTES * (1 + inputs.has_critic)
+    return num_bytes / (num_nodes * constants.disk_bytes_per_s)

@@ -294,6 +294,15 @@ def compute_num_shards(parallel: ParallelConfig) -> tuple[int, int]:
     return ranks, max(1, ranks * tp // of_experts)
 
 
+def compute_host_fraction(parallel: ParallelConfig) -> float:
+    """Share of the optimizer that lies in the host's memory and steps there.
+
+    Args:
+        parallel: the trainer's layout.
+    """
+    return float(parallel.megatron.get("optimizer_offload_fraction", 1.0)) if parallel.optimizer_cpu_offload else 0.0
+
+
 def _reduction_s(inputs: StepInputs, links: _Links) -> float:
     """Gradients summed and spread over DP x CP, and the new weights gathered; of the stage with most parameters."""
     parallel = inputs.parallel
@@ -318,9 +327,9 @@ def _optimizer_s(inputs: StepInputs, constants: TimeConstants) -> float:
     own = max(
         stage.dense / ranks + stage.experts / expert_ranks for stage in compute_rank_parameters(inputs.shapes, parallel)
     )
-    if not parallel.optimizer_cpu_offload:
-        return own * _ADAM_BYTES / (inputs.gpu.hbm_bytes_per_s * constants.optimizer_bandwidth_fraction)
+    on_host = own * compute_host_fraction(parallel)
+    here_s = (own - on_host) * _ADAM_BYTES / (inputs.gpu.hbm_bytes_per_s * constants.optimizer_bandwidth_fraction)
     first = inputs.trainer_devices[0].node
     sharing = sum(device.node == first for device in inputs.trainer_devices)
-    over_link_s = own * (_GRADIENT_BYTES + inputs.dtype_bytes) / constants.host_link_bytes_per_s
-    return over_link_s + own * sharing * _HOST_ADAM_BYTES / constants.host_memory_bytes_per_s
+    over_link_s = on_host * (_GRADIENT_BYTES + inputs.dtype_bytes) / constants.host_link_bytes_per_s
+    return here_s + over_link_s + on_host * sharing * _HOST_ADAM_BYTES / constants.host_memory_bytes_per_s

@@ -12,6 +12,7 @@ from rlrecipes.plan.memory_constants import MemoryConstants
 from rlrecipes.plan.memory_nodes import Phase
 from rlrecipes.plan.parameters import (
     RankCounts,
+    compute_critic_parameters,
     compute_num_parameters,
     compute_padded_vocab_size,
     compute_rank_parameters,
@@ -19,7 +20,7 @@ from rlrecipes.plan.parameters import (
 )
 from rlrecipes.plan.passes import find_logprob_passes
 from rlrecipes.plan.step_inputs import StepInputs
-from rlrecipes.plan.train_time import compute_num_shards
+from rlrecipes.plan.train_time import compute_host_fraction, compute_num_shards
 
 type Parts = dict[str, float]
 
@@ -34,13 +35,13 @@ class StageMemory:
         stage: from 0.
         fixed: phase -> part -> bytes, whatever the micro-batch.
         per_token: phase -> part -> bytes a token of the micro-batch.
-        host_bytes: what it keeps in the host's memory.
+        host: part -> bytes that it keeps in the host's memory.
     """
 
     stage: int
     fixed: Mapping[Phase, Parts]
     per_token: Mapping[Phase, Parts]
-    host_bytes: float
+    host: Parts
 
     def compute_parts(self, phase: Phase, num_tokens: int) -> Parts:
         """Bytes of every part.
@@ -109,11 +110,19 @@ def compute_stage_memory(inputs: StepInputs, constants: MemoryConstants) -> tupl
     """
     counts = compute_rank_parameters(inputs.shapes, inputs.parallel)
     layers = compute_stage_layers(inputs.shapes, inputs.parallel)
-    return tuple(_compute_stage(inputs, constants, stage, counts[stage], layers[stage]) for stage in range(len(counts)))
+    none = (RankCounts(0, 0),) * len(counts)
+    critic = compute_critic_parameters(inputs.shapes, inputs.parallel) if inputs.has_critic else none
+    stages = enumerate(zip(counts, critic, layers, strict=True))
+    return tuple(_compute_stage(inputs, constants, stage, *of_stage) for stage, of_stage in stages)
 
 
 def _compute_stage(
-    inputs: StepInputs, constants: MemoryConstants, stage: int, counts: RankCounts, chunks: tuple[range, ...]
+    inputs: StepInputs,
+    constants: MemoryConstants,
+    stage: int,
+    counts: RankCounts,
+    critic: RankCounts,
+    chunks: tuple[range, ...],
 ) -> StageMemory:
     is_last = stage == inputs.parallel.pipeline_model_parallel_size - 1
     base: Parts = {
@@ -121,13 +130,15 @@ def _compute_stage(
         "workspace": constants.trainer_workspace_bytes,
         "nccl": constants.nccl_group_bytes * _count_groups(inputs.parallel),
     }
-    state, gradients, host_bytes = _compute_state(inputs, counts, is_last=is_last)
+    state, gradients, optimizer = _compute_state(inputs, counts, critic)
     held = base | state
     frozen = _count_frozen(inputs) * counts.total * inputs.dtype_bytes
     logits = _compute_logit_numbers(inputs) * inputs.dtype_bytes if is_last else 0.0
     # The kernels of a whole distribution copy nothing.
     chunk = {"logprobs": constants.logprob_chunk_bytes} if is_last and inputs.is_distribution_cut else {}
-    copies: Parts = {"gradient_copies": compute_gradient_copy_bytes(counts, inputs.parallel, inputs.dtype_bytes)}
+    # Each model's stay until its own next train step: the critic's, which comes first, while the policy is trained.
+    own, critics = (compute_gradient_copy_bytes(one, inputs.parallel, inputs.dtype_bytes) for one in (counts, critic))
+    copies: Parts = {"gradient_copies": own + critics}
     transfer = _compute_transfer_bytes(inputs, counts)
     # What torch's allocator reserves above what is allocated grows with all that comes and goes.
     overhead = 1 + constants.activation_overhead_fraction
@@ -139,7 +150,7 @@ def _compute_stage(
     split = inputs.parallel.tensor_model_parallel_size if inputs.parallel.sequence_parallel else 1
     hidden = is_last * inputs.shapes.hidden_size / split * inputs.dtype_bytes
     shown = {"frozen_weights": float(counts.total * inputs.dtype_bytes)} if frozen else {}
-    is_offloaded = _is_offloaded(inputs)
+    is_offloaded = inputs.should_offload_trainer and inputs.shares_gpus
     between = base if is_offloaded else held | copies  # which stay until the next train step
     sending = base | {"weights": state["weights"]} if is_offloaded else between
     built = state["optimizer"] * (1 - 2 * _FP32_BYTES / compute_state_bytes_per_parameter(inputs.dtype_bytes))
@@ -154,7 +165,7 @@ def _compute_stage(
         },
         "rollout": between,
         "logprobs": (held if is_offloaded else between) | shown | chunk,
-        "train": held | chunk,
+        "train": held | chunk | {"gradient_copies": critics},
         "update": held | copies | ({"transfer": transfer} if transfer else {}),
         "weight_sync": sending | {"weight_sync": _compute_sync_bytes(inputs)},
     }
@@ -167,9 +178,9 @@ def _compute_stage(
             "logits": overhead * 2 * logits,
         },
     }
-    if is_offloaded:
-        host_bytes += sum(state.values()) - gradients  # these are not kept
-    return StageMemory(stage, fixed, per_token, host_bytes + frozen)
+    offloaded = sum(state.values()) - gradients if is_offloaded else 0.0  # these are not kept
+    host: Parts = {"optimizer": optimizer, "offloaded": offloaded, "frozen_weights": frozen}
+    return StageMemory(stage, fixed, per_token, host)
 
 
 def compute_bucket_bytes(inputs: StepInputs) -> float:
@@ -189,7 +200,7 @@ def _compute_largest_tensor(inputs: StepInputs) -> float:
 
 def _compute_transfer_bytes(inputs: StepInputs, counts: RankCounts) -> float:
     """Of a tensor on its way to or from an optimizer in the host: torch makes it fp32, and back, on the GPU."""
-    if not inputs.parallel.optimizer_cpu_offload or inputs.dtype_bytes == _FP32_BYTES:
+    if not compute_host_fraction(inputs.parallel) or inputs.dtype_bytes == _FP32_BYTES:
         return 0.0
     rows = compute_padded_vocab_size(inputs.shapes.vocab_size, inputs.parallel.tensor_model_parallel_size)
     largest = rows / inputs.parallel.tensor_model_parallel_size * inputs.shapes.hidden_size
@@ -203,36 +214,21 @@ def _compute_sync_bytes(inputs: StepInputs) -> float:
     return (is_split + (inputs.weight_sync.transport != "disk")) * compute_bucket_bytes(inputs)
 
 
-def _compute_state(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> tuple[Parts, float, float]:
+def _compute_state(inputs: StepInputs, counts: RankCounts, critic: RankCounts) -> tuple[Parts, float, float]:
     """Weights, gradients and optimizer state of policy and critic; gradients of both; what lies in the host instead."""
     parallel, dtype_bytes = inputs.parallel, inputs.dtype_bytes
     gradient = compute_gradient_bytes(parallel, dtype_bytes)
     optimizer = compute_optimizer_bytes(counts, parallel, dtype_bytes)
-    is_on_host = parallel.optimizer_cpu_offload
+    on_host = compute_host_fraction(parallel)
     parts: Parts = {
         "weights": float(counts.total * dtype_bytes),
         "gradients": float(counts.total * gradient),
-        "optimizer": 0.0 if is_on_host else optimizer,
+        "optimizer": (1 - on_host) * optimizer,
     }
-    gradients, host = parts["gradients"], optimizer if is_on_host else 0.0
-    if isinstance(inputs.algo, RlConfig) and inputs.algo.critic is not None:
-        critic = _count_critic(inputs, counts, is_last=is_last)
-        optimizer = compute_optimizer_bytes(critic, parallel, dtype_bytes)
-        parts["critic"] = critic.total * (dtype_bytes + gradient) + (0.0 if is_on_host else optimizer)
-        gradients += critic.total * gradient
-        host += optimizer if is_on_host else 0.0
-    return parts, gradients, host
-
-
-def _count_critic(inputs: StepInputs, counts: RankCounts, *, is_last: bool) -> RankCounts:
-    """The policy's parameters with a head of one row instead of an output layer."""
-    shapes, parallel = inputs.shapes, inputs.parallel
-    has_output = shapes.untie_embeddings_and_output_weights or parallel.pipeline_model_parallel_size > 1
-    if not is_last or not has_output:
-        return counts
-    tp = parallel.tensor_model_parallel_size
-    output = compute_padded_vocab_size(shapes.vocab_size, tp) * shapes.hidden_size // tp
-    return RankCounts(counts.dense - output + shapes.hidden_size, counts.experts)
+    gradients, host = parts["gradients"], on_host * optimizer
+    optimizer = compute_optimizer_bytes(critic, parallel, dtype_bytes)
+    parts["critic"] = critic.total * (dtype_bytes + gradient) + (1 - on_host) * optimizer
+    return parts, gradients + critic.total * gradient, host + on_host * optimizer
 
 
 def _count_frozen(inputs: StepInputs) -> int:
@@ -241,10 +237,6 @@ def _count_frozen(inputs: StepInputs) -> int:
         return 0
     passes = find_logprob_passes(inputs.algo, inputs.schedule.num_train_steps)
     return sum(name in passes for name in ("reference", "teacher"))
-
-
-def _is_offloaded(inputs: StepInputs) -> bool:
-    return inputs.should_offload_trainer and any(group.placement == "colocated" for group in inputs.engine_groups)
 
 
 def _count_groups(parallel: ParallelConfig) -> int:

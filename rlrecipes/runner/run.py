@@ -260,9 +260,7 @@ async def _start_processes(
 
 
 def _share_gpus(plan: Plan) -> bool:
-    groups = [group for model in plan.served_models for group in model.server_groups]
-    is_shared = plan.trainer.device == "cuda" and any(group.placement == "colocated" for group in groups)
-    return is_shared or plan.should_offload_engines
+    return (plan.trainer.device == "cuda" and plan.shares_gpus) or plan.should_offload_engines
 
 
 async def _start_trainers(plan: Plan, trainers: TrainerGroup, checkpoint: Path | None) -> None:

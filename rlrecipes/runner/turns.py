@@ -38,8 +38,7 @@ class GpuTurns:
     """
 
     def __init__(self, plan: Plan, trainers: TrainerGroup, serving: Serving | None) -> None:
-        groups = [group for model in plan.served_models for group in model.server_groups]
-        is_shared = serving is not None and any(group.placement == "colocated" for group in groups)
+        is_shared = serving is not None and plan.shares_gpus
         self._trainers, self._serving = trainers, serving
         self._should_offload_trainer = is_shared and plan.should_offload_trainer
         self._should_offload_engines = is_shared and plan.should_offload_engines

@@ -21,7 +21,7 @@ AXES: Mapping[Axis, tuple[str, ...]] = {
 (prompts included), and hours at work, in which no time between a stop and a resume is counted."""
 AXIS_METRICS = tuple(name for names in AXES.values() for name in names)
 
-_DEVICE = re.compile(r"(?:.+\.)?devices\.\d+")
+_DEVICE = re.compile(r"(?:.+\.)?(?:devices|reserved)\.\d+")
 
 
 def compute_axes(records: Sequence[MetricRecord]) -> dict[int, dict[Axis, float]]:
@@ -50,7 +50,7 @@ class Price:
     """What an hour of a run costs.
 
     Attributes:
-        num_gpus: that its processes hold; 0 on CPUs.
+        num_gpus: that its processes hold or keep free; 0 on CPUs.
         gpu_hour: price of one GPU for an hour, in the recipe's currency; None where the recipe names none.
     """
 

@@ -50,3 +50,8 @@ class RunConfig(Section):
     tracking: TrackingConfig
     pruner: PrunerConfig | None
     """Stops bad points of a sweep early; null: none. Outside of a sweep it does nothing."""
+
+    @property
+    def needs_engines(self) -> bool:
+        """Whether anything is asked of served models: SFT that evaluates nothing starts none."""
+        return isinstance(self.algo, RlConfig) or self.data.eval_path is not None

@@ -60,6 +60,9 @@ def _memory_table(memory: MemoryNode) -> Table:
         for number, (phase, parts) in enumerate(role.parts.items()):
             name = f"{role.name}, {role.num_gpus}" if number == 0 else ""
             table.add_row(name, phase, f"{sum(parts.values()) / _GIB:.1f}", _draw_bar(parts, memory.usable_bytes))
+    for host in sorted(memory.hosts, key=lambda host: host.needed_bytes - host.memory_bytes)[-1:]:
+        name = f"host memory of {host.memory_bytes / _GIB:.1f}, the fullest of {len(memory.hosts)}"
+        table.add_row(name, "all", f"{host.needed_bytes / _GIB:.1f}", _draw_bar(host.parts, host.memory_bytes))
     return table
 
 

@@ -52,7 +52,8 @@ JUDGES = {
     "native_options": "`sglang`, `router`, `megatron` and tasks: their own names and types, of the pinned versions",
     "reward": "`reward`: a verifier's name and options, or a function of your own",
     "placement": "`topology`: whether trainer ranks and engines find their GPUs",
-    "memory": "whether every GPU holds what lies on it, and every KV cache one longest rollout (docs/memory.md)",
+    "memory": "whether every GPU holds what lies on it, every machine what waits in its memory, and every KV cache one "
+    "longest rollout (docs/memory.md)",
     "calibration": "`calibration`: a file of constants of your own",
 }
 """Who refuses a recipe beside the rules, by the name in ``Problem.rule``."""

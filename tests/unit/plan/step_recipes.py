@@ -41,7 +41,7 @@ def maybe_inputs_of(*overrides: str) -> StepInputs | None:
     shapes, _ = read_shapes(config.model, problems)
     placement = place(config, cluster.hosts, problems)
     assert not problems, problems
-    return to_step_inputs(config, shapes, cluster.node, placement)
+    return to_step_inputs(config, shapes, cluster.node, cluster.hosts, placement)
 
 
 def inputs_of(*overrides: str) -> StepInputs:

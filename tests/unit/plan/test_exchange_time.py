@@ -60,6 +60,8 @@ def test_adam_on_the_host_waits_for_the_link_and_for_the_hosts_memory():
     host = train_of(*COLOCATED, "parallel.optimizer_cpu_offload=true").parts["optimizer"]
     expected = 6 * own / CONSTANTS.host_link_bytes_per_s + 8 * 28 * own / CONSTANTS.host_memory_bytes_per_s
     assert host == pytest.approx(expected)
+    half = ("parallel.optimizer_cpu_offload=true", "+parallel.megatron.optimizer_offload_fraction=0.5")
+    assert train_of(*COLOCATED, *half).parts["optimizer"] == pytest.approx((gpu + host) / 2)
 
 
 def exchange_s(*overrides, **constants):

@@ -16,7 +16,9 @@ from rlrecipes.plan.engine_memory import ServedEngines, compute_engine_memory, c
 from rlrecipes.plan.memory import compute_memory, find_memory_problems, load_memory_constants
 from rlrecipes.plan.memory_constants import MemoryConstants
 from rlrecipes.plan.memory_nodes import PHASES, MemoryNode
-from rlrecipes.plan.parameters import compute_num_parameters, compute_padded_vocab_size
+from rlrecipes.plan.parameters import compute_num_parameters, compute_padded_vocab_size, compute_rank_parameters
+from rlrecipes.plan.step_time import load_time_constants
+from rlrecipes.plan.sync_time import compute_offload_time
 
 CONSTANTS = load_memory_constants(None)
 EXACT = dataclasses.replace(CONSTANTS, activation_overhead_fraction=0.0, expert_imbalance_fraction=0.0)
@@ -307,6 +309,31 @@ def test_what_is_given_back_is_gone_and_what_is_not_stays():
     assert {role.name for role in apart.roles} == {"trainer", "policy/0"}
 
 
+def test_memory_changes_hands_where_any_served_model_is_on_the_trainers_gpus():
+    offload = ("topology.should_offload_trainer=true", "topology.should_offload_engines=true")
+    teacher = "topology.served_models.teacher"
+    groups = (f"+served_model@{teacher}=frozen", f"+server_group@{teacher}.server_groups.main=sglang")
+    plain = inputs_of(*APART, *offload)
+    beside = inputs_of(*APART, *offload, *groups, f"{teacher}.path=/models/teacher")
+    held = {"trainer.weights", "trainer.optimizer"}
+    found = [trainer_of(compute_memory(inputs, CONSTANTS)).parts["rollout"].keys() & held for inputs in (plain, beside)]
+    assert found == [held, set()]
+    assert compute_offload_time(plain, load_time_constants(None)) == 0
+    assert compute_offload_time(beside, load_time_constants(None)) > 0
+
+
+def test_an_encoder_has_no_cache_is_not_updated_and_gives_nothing_back():
+    inputs = inputs_of(*COLOCATED)
+    group = dataclasses.replace(inputs.engine_groups[0], worker_type="encoder")
+    encoder = ServedEngines("policy/encoder", inputs.shapes, 2, True, group)
+    memory = compute_memory(inputs, CONSTANTS, (encoder,))
+    assert memory.engines == ()
+    assert memory.max_sample_tokens == memory.max_tokens_per_micro_batch
+    process = {"engine.context", "engine.workspace"}
+    for parts in memory.roles[0].parts.values():
+        assert {name for name in parts if name.startswith("engine")} == process
+
+
 def test_frozen_weights_wait_in_the_host_and_visit():
     plain, kept = (trainer_of(memory_of(*COLOCATED, f"algo.kl.placement={kind}")) for kind in ("none", "loss"))
     weights = plain.parts["train"]["trainer.weights"]
@@ -322,6 +349,9 @@ def test_a_critic_costs_what_a_policy_without_output_layer_does():
     lookup = compute_padded_vocab_size(shapes.vocab_size, 1) * shapes.hidden_size
     count = both.parts["train"]["trainer.weights"] / 2 - lookup + shapes.hidden_size
     assert both.parts["train"]["trainer.critic"] == pytest.approx(count * (2 + 2 + 12 / 8))
+    weights = both.parts["train"]["trainer.weights"] / 2
+    assert both.parts["train"]["trainer.gradient_copies"] == pytest.approx(4 * count / 8)  # until its own next step
+    assert both.parts["update"]["trainer.gradient_copies"] == pytest.approx(4 * (weights + count) / 8)
 
 
 def test_offloaded_state_moves_to_the_host():
@@ -331,6 +361,59 @@ def test_offloaded_state_moves_to_the_host():
     state = here.parts["train"]["trainer.optimizer"]
     assert "trainer.optimizer" not in there.parts["train"]
     assert there.host_bytes - here.host_bytes == state
+    fraction = {"optimizer_cpu_offload": True, "megatron": {"optimizer_offload_fraction": 0.25}}
+    partly = trainer_of(compute_memory(with_parallel(inputs, **fraction), CONSTANTS))
+    assert partly.parts["train"]["trainer.optimizer"] == 3 * (partly.host_bytes - here.host_bytes) == 3 * state / 4
+
+
+def test_machines_keep_what_their_ranks_and_engines_leave_there():
+    inputs = inputs_of(*COLOCATED)
+    frozen = ServedEngines("judge/main", inputs.shapes, 2, False, inputs.engine_groups[0])
+    memory = compute_memory(inputs, CONSTANTS, (frozen,))
+    (host,) = memory.hosts
+    assert host.memory_bytes == 2199023255552
+    assert host.needed_bytes == 8 * memory.roles[0].host_bytes
+    assert host.parts["engine.weights"] == 8 * memory.roles[0].parts["rollout"]["engine.weights"]
+
+
+def test_pipeline_stages_on_other_machines_keep_their_own_state():
+    inputs = with_parallel(inputs_of(*APART, "cluster=h100_8x4"), optimizer_cpu_offload=True)
+    devices = tuple(device.model_copy(update={"node": rank // 4}) for rank, device in enumerate(inputs.trainer_devices))
+    piped = with_parallel(inputs, pipeline_model_parallel_size=2, data_parallel_size=4)
+    first, second, *others = compute_memory(dataclasses.replace(piped, trainer_devices=devices), CONSTANTS).hosts
+    counts = compute_rank_parameters(piped.shapes, piped.parallel)
+    assert [host.parts["trainer.optimizer"] for host in (first, second)] == [12 * stage.total for stage in counts]
+    assert [host.needed_bytes for host in others] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        (COLOCATED, "parallel"),
+        (
+            (*COLOCATED, "model=qwen3_0_6b", f"+{MAIN}.sglang.mem_fraction_static=0.3"),
+            "topology.should_offload_trainer",
+        ),
+        ((*SMALL, "parallel.optimizer_cpu_offload=true"), "parallel.optimizer_cpu_offload"),
+    ],
+)
+def test_a_machine_without_room_for_what_waits_is_a_problem(overrides, where):
+    inputs = dataclasses.replace(inputs_of(*overrides), host_memory_bytes=(1 << 30,) * 2)
+    memory = compute_memory(inputs, CONSTANTS)
+    assert not memory.is_fitting
+    (problem,) = find_memory_problems(inputs, CONSTANTS, memory)
+    assert problem.where == where
+    assert "node 0 has 1.0 GiB of its own memory" in problem.problem
+    assert f"trainer.{'optimizer' if 'cpu' in where else 'offloaded'}" in problem.problem
+    if where != "parallel":
+        assert problem.fix == f"set {where}=false"
+
+
+def test_no_advice_fills_a_machine():
+    inputs = with_gpu(inputs_of(*APART, "parallel.max_tokens_per_micro_batch=9216"), memory_bytes=32 * 10**9)
+    small = dataclasses.replace(inputs, host_memory_bytes=(1 << 30,) * 2)
+    found = [find_memory_problems(one, CONSTANTS, compute_memory(one, CONSTANTS))[-1] for one in (inputs, small)]
+    assert ["optimizer_cpu_offload" in problem.fix for problem in found] == [True, False]
 
 
 @pytest.mark.parametrize("case", ["colocated", "apart", "latent", "layout"])

@@ -141,6 +141,13 @@ def test_open_groups_share_evenly():
     assert sizes == {"prefill": 7, "decode": 8}
 
 
+def test_weights_are_sent_to_all_but_encoders():
+    plan = plan_of("topology=epd", "weight_sync=distributed", hosts=hosts_of(4))
+    sizes = {group.worker_type: len(group.engines) for group in plan.policy.server_groups}
+    assert sizes == {"prefill": 1, "decode": 1, "encoder": 1}
+    assert [route.num_receiving_ranks for route in plan.sync_routes] == [2]
+
+
 def test_a_placeholder_keeps_its_gpus_free():
     plan = plan_of(
         "topology=mixed",
@@ -151,6 +158,17 @@ def test_a_placeholder_keeps_its_gpus_free():
     (large,) = [group for group in plan.policy.server_groups if group.name == "large"]
     assert large.engines == ()
     assert [device.gpu for device in large.reserved] == [1, 2]
+    assert plan.num_used_gpus == {0: 3}
+
+
+@pytest.mark.parametrize("topology", ["colocated", "disaggregated"])
+def test_demonstrations_that_nothing_evaluates_keep_no_gpu_for_engines(topology):
+    base = ("algo=sft", f"topology={topology}", "parallel.data_parallel_size=8", "model=qwen3_0_6b")
+    nothing = ("data.eval_path=null", "schedule.eval_interval=0")
+    plan = plan_of(*base, *nothing, "cluster=h100_8", hosts=hosts_of(8))
+    assert plan.served_models == ()
+    assert [role.name for role in plan.memory.roles] == ["trainer"] and plan.memory.engines == ()
+    assert plan.step_time.num_gpus == 8
 
 
 def test_too_few_gpus_are_told_with_what_wants_them():

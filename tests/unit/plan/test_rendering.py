@@ -92,6 +92,8 @@ def test_memory_and_time_are_drawn_where_the_gpus_are_known():
     lines = text_of(plan).splitlines()
     peaks = {role.name: role.peak_bytes for role in plan.memory.roles}
     (row,) = [line for line in lines if line.split()[:1] == ["rollout"] and "░" in line]
+    (host,) = [line for line in lines if "host memory of 2048.0, the fullest of 1" in line]
+    assert f" {plan.memory.hosts[0].needed_bytes / (1 << 30):.1f} " in host
     assert f"{peaks['trainer+policy/main'] / (1 << 30):.1f}" in row
     assert 0.9 < row.count("█") / 30 / (peaks["trainer+policy/main"] / plan.memory.usable_bytes) < 1.1
     drawn = {line.split()[0]: line.count("█") for line in lines if "█" in line and "░" not in line}

@@ -59,6 +59,23 @@ def test_shapes_come_from_config_json(hf_dir):
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_told"),
+    [
+        ([], False),
+        (["gpus_per_engine=2"], True),
+        (["gpus_per_engine=2", "worker_type=placeholder"], False),
+        (["gpus_per_engine=2", "data.eval_path=null", "schedule.eval_interval=0", "algo=sft"], False),
+    ],
+)
+def test_a_plan_says_that_shards_are_not_verified(overrides, is_told):
+    main = "topology.served_models.policy.server_groups.main"
+    topology = ("topology=colocated", "parallel.data_parallel_size=2", f"{main}.num_engines=1")
+    words = [word if word.startswith(("data", "schedule", "algo")) else f"{main}.{word}" for word in overrides]
+    plan = plan_of(*topology, *words, hosts=(HostNode(name="gpu", num_cpus=8, num_gpus=2, memory_bytes=1 << 38),))
+    assert any("hashes its shards" in note for note in plan.notes) == is_told
+
+
 def test_shapes_that_disagree_with_config_json_name_the_field(hf_dir):
     found = problems_of(f"model.path={hf_dir}", "model.shapes.num_layers=3")
     assert set(found) == {"model.shapes.num_layers"}

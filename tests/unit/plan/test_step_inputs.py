@@ -14,9 +14,17 @@ from rlrecipes.plan.step_time import compute_step_time
 from rlrecipes.runner.resolution import resolve_recipe
 
 BIG = (*COLOCATED, "cluster=h100_8x4", f"{MAIN}.gpus_per_engine=16", "weight_sync=disk")
+TWIN = (
+    *APART,
+    "+served_model@topology.served_models.twin=policy",
+    "+server_group@topology.served_models.twin.server_groups.main=sglang",
+    "topology.served_models.twin.server_groups.main.placement=disaggregated",
+    "topology.served_models.twin.server_groups.main.num_engines=2",
+    f"{MAIN}.num_engines=4",
+)
 
 
-@pytest.mark.parametrize("overrides", [COLOCATED, APART, (*APART, "topology=pd"), BIG, (*COLOCATED, "algo=sft")])
+@pytest.mark.parametrize("overrides", [COLOCATED, APART, (*APART, "topology=pd"), BIG, TWIN, (*COLOCATED, "algo=sft")])
 def test_a_plan_gives_the_inputs_of_its_recipe(tmp_path, overrides):
     overrides = (*overrides, "parallel=recompute")  # or it would not fit
     words = [*overrides, f"+{MAIN}.sglang.max_running_requests=64"] if "topology=pd" not in overrides else overrides
@@ -27,6 +35,12 @@ def test_a_plan_gives_the_inputs_of_its_recipe(tmp_path, overrides):
     assert read.parallel.expert_tensor_parallel_size == gathered.parallel.tensor_model_parallel_size
     assert dataclasses.replace(read, parallel=gathered.parallel) == gathered
     assert compute_step_time(read, CONSTANTS) == compute_step_time(gathered, CONSTANTS) == plan.step_time
+
+
+def test_every_gpu_that_a_run_keeps_is_counted():
+    assert inputs_of(*TWIN).num_gpus == 8 + 4 + 2
+    placeholder = "topology.served_models.twin.server_groups.main.worker_type=placeholder"
+    assert inputs_of(*TWIN, placeholder).num_gpus == 8 + 4 + 2
 
 
 def test_a_prediction_is_no_part_of_the_hash(tmp_path):

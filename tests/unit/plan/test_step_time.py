@@ -15,7 +15,7 @@ from rlrecipes.plan.passes import find_logprob_passes
 from rlrecipes.plan.rollout_time import compute_distribution, compute_limits, compute_rollout_time
 from rlrecipes.plan.simulation import Request, simulate
 from rlrecipes.plan.step_time import WORDS, compute_step_time
-from rlrecipes.plan.sync_time import compute_offload_time, compute_sync_time
+from rlrecipes.plan.sync_time import compute_checkpoint_time, compute_offload_time, compute_sync_time
 from rlrecipes.plan.train_time import compute_train_time
 
 PD = (*APART, "topology=pd")
@@ -285,6 +285,7 @@ def test_weights_travel_over_the_slowest_link_between_trainer_and_engines():
     assert verified["verify"] == pytest.approx(apart["verify"] / 4)
     unverified = compute_sync_time(inputs_of(*APART, "weight_sync.verify_interval=0"), CONSTANTS)
     assert unverified["verify"] == 0
+    assert compute_sync_time(inputs_of(*APART, f"{MAIN}.gpus_per_engine=2"), CONSTANTS)["verify"] == 0  # shards
 
 
 def test_a_bucket_over_cuda_ipc_as_measured_on_an_h200():
@@ -301,6 +302,15 @@ def test_memory_changes_hands_only_between_those_that_share_gpus():
     expected = CONSTANTS.engine_release_s + 2 * state / CONSTANTS.host_link_bytes_per_s
     assert compute_offload_time(colocated, CONSTANTS) == pytest.approx(expected, rel=0.01)
     assert compute_offload_time(inputs_of(*APART), CONSTANTS) == 0
+
+
+def test_a_critic_goes_where_the_policy_goes():
+    """Of a model with tied weights both have the same parameters."""
+    alone, both = (inputs_of(*COLOCATED, *more) for more in ((), ("algo=ppo",)))
+    release_s = CONSTANTS.engine_release_s
+    one_s, two_s = (compute_offload_time(inputs, CONSTANTS) - release_s for inputs in (alone, both))
+    assert two_s == pytest.approx(2 * one_s)
+    assert compute_checkpoint_time(both, CONSTANTS) == 2 * compute_checkpoint_time(alone, CONSTANTS)
 
 
 def test_engines_stand_still_while_the_trainer_works_and_the_other_way_round():

@@ -164,7 +164,7 @@ def spend(name, rewards, seed=0, **params):
 
 def test_what_it_took_to_reach_what_all_reached():
     devices = {"trainer.devices.0.node": "0", "trainer.devices.0.gpu": "0", "engines.0.devices.0.node": "0"}
-    devices |= {"engines.0.devices.0.gpu": "1", "trainer.devices.1.node": "1", "trainer.devices.1.gpu": "0"}
+    devices |= {"engines.0.devices.0.gpu": "1", "group.reserved.0.node": "1", "group.reserved.0.gpu": "0"}
     devices |= {"router.devices.0.node": "0", "router.devices.0.gpu": "null", "cluster.gpu_hour_price": "2.5"}
     fast = [spend("fast0", [0.4, 0.6, 0.9], 0, **devices), spend("fast1", [0.2, 0.6, 0.7], 1, **devices)]
     slow = spend("slow", [0.1, 0.2, 0.3, 0.55, 0.5], lr="1")
