@@ -122,6 +122,9 @@ class Loop:
         if self._step == 0:
             self._parts.tracker.log_metrics(0, metrics)
         await self._evaluate_if_due()
+        if self._saved[1]:  # or every further start from this checkpoint would evaluate it again
+            self._parts.store.confirm_evaluated(self._step)
+            self._saved = (self._step, False)
 
     async def _run_step(self) -> None:
         started_s = time.monotonic()

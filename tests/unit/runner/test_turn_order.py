@@ -137,6 +137,7 @@ class Work:
         self.num_waiting_groups = 0
         self.run_id = None
         self.saved = []
+        self.confirmed = []
 
     def reach(self, where):
         if self.strike == (where, self.gpu.told.count(where)):
@@ -159,6 +160,10 @@ class Work:
 
         await save_trainer(Path("saved"))
         self.saved.append((state.step, state.weight_version, state.is_evaluation_due))
+
+    def confirm_evaluated(self, step):
+        assert self.gpu.told.count("eval") == 1
+        self.confirmed.append(step)
 
     async def evaluate(self):
         assert not any(client.is_paused for client in self.clients)
@@ -255,6 +260,17 @@ def test_a_resumed_run_sends_its_weights_and_evaluates_what_is_due(monkeypatch):
     _, gpu, _ = run(monkeypatch, *BOTH, *changes, step=3, version=7, is_evaluation_due=True)
     assert gpu.told[: len(SLEEP) + len(SYNC)] == [*SLEEP, *SYNC]
     assert gpu.told.index("version 7") < gpu.told.index("eval") < gpu.told.index("rollout")
+
+
+def test_an_evaluation_made_up_is_noted_in_its_checkpoint(monkeypatch):
+    changes = ["schedule.num_steps=4", "schedule.save_interval=10"]
+    for step, strike in ((4, None), (3, ("rollout", 1))):  # the last one; a signal in the step after
+        _, _, work = run(monkeypatch, *BOTH, *changes, step=step, version=7, is_evaluation_due=True, strike=strike)
+        assert (work.confirmed, work.saved) == ([step], [])
+    _, _, work = run(monkeypatch, *BOTH, *changes, step=3, is_evaluation_due=True, strike=("eval", 1))
+    assert work.confirmed == []
+    _, _, work = run(monkeypatch, *BOTH, *changes, is_evaluation_due=True)  # before training there is no checkpoint
+    assert work.confirmed == []
 
 
 def test_a_run_that_has_nothing_left_but_its_export_ends_with_the_trainer_whole(monkeypatch):
