@@ -14,7 +14,7 @@ from rlrecipes.errors import Interrupted, Pruned
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.rollout.collector import Collection, Collector, CollectProgress
 from rlrecipes.rollout.evaluation import EvaluationResult, run_evaluation
-from rlrecipes.rollout.groups import GroupGenerator
+from rlrecipes.rollout.groups import GroupGenerator, check_weight_version
 from rlrecipes.rollout.metrics import compute_rollout_metrics
 from rlrecipes.runner.build import Inputs
 from rlrecipes.runner.checkpoint import CheckpointStore, RunState
@@ -160,8 +160,11 @@ class Loop:
             raise RuntimeError("RL needs a collector and engines")
         serving.check_alive()
         await self._make_engines_ready()
+        are_all_new = collector.num_waiting_groups == 0  # of a restored buffer, groups may outlive a smaller step
         with self._parts.system.phase("rollout"):
             collection, kv_use = await self._parts.stop.run(self._collect(collector, serving))
+        if are_all_new:
+            check_weight_version(collection.groups, self._weight_version)
         num_gpus = sum(engine.num_ranks for engine in serving.policy_engines)
         metrics = compute_rollout_metrics(collection, num_gpus=num_gpus, weight_version=self._weight_version)
         metrics |= {"rollout/kv_cache_use_fraction": kv_use, "buffer/num_groups": float(collector.num_waiting_groups)}
@@ -301,6 +304,7 @@ class Loop:
         )
         with self._parts.system.phase("rollout"):
             result: EvaluationResult = await self._parts.stop.run(work)
+        check_weight_version(result.groups, self._weight_version)
         self._parts.tracker.log_rollouts(build_record(self._step, "eval", name, result.groups))
         self._parts.evaluations[self._step] = result.accuracy
         self._parts.progress.show(
