@@ -39,6 +39,8 @@ from rlrecipes.runner.readiness import check_is_ready
 from rlrecipes.runner.servers import Engine, Serving
 from rlrecipes.runner.training import Learner, build_objective
 from rlrecipes.runner.turns import GpuTurns
+from rlrecipes.tracking.log import read_records
+from rlrecipes.tracking.mlflow_sink import METRICS_FILE
 from rlrecipes.tracking.progress import build_progress
 from rlrecipes.tracking.sweeps import find_point
 from rlrecipes.tracking.tracker import RunStatus, Tracker
@@ -102,6 +104,7 @@ def _find_resume_point(plan: Plan, store: CheckpointStore) -> tuple[Path | None,
         if plan.resume == "required":
             fix = "start it without resume=required, or name the right run_dir"
             raise ConfigError("resume", f"{plan.run_dir} holds no checkpoint", fix)
+        _check_has_never_saved(Path(plan.run_dir) / METRICS_FILE)
         return None, None
     if plan.resume == "never":
         fix = "choose another name or run_dir, or set resume=auto"
@@ -109,6 +112,15 @@ def _find_resume_point(plan: Plan, store: CheckpointStore) -> tuple[Path | None,
     state = store.read_state(checkpoint)
     check_same_recipe(state.plan, plan, checkpoint)
     return checkpoint, state
+
+
+def _check_has_never_saved(metrics: Path) -> None:
+    """A run from the start forgets what was logged, which must not be what a lost checkpoint took hours for."""
+    records = read_records(metrics) if metrics.exists() else []
+    if any("time/checkpoint_s" in record.metrics for record in records):
+        problem = f"{metrics.parent} has metrics to step {records[-1].step} and no checkpoint any more"
+        fix = f"restore its checkpoints, choose another name, or remove {metrics} to start anew"
+        raise ConfigError("resume", problem, fix)
 
 
 def _is_finished(plan: Plan, state: RunState) -> bool:

@@ -1,0 +1,38 @@
+"""What a run finds in its directory: nothing of another run is lost, and nobody else's is touched."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlrecipes.config.compose import compose
+from rlrecipes.errors import ConfigError
+from rlrecipes.plan.nodes import HostNode
+from rlrecipes.plan.resolve import resolve
+from rlrecipes.runner import run
+from rlrecipes.runner.checkpoint import CheckpointStore
+from rlrecipes.tracking.log import MetricLog
+
+HOSTS = (HostNode(name="here", num_cpus=2, num_gpus=0, memory_bytes=1 << 34),)
+
+
+@pytest.fixture
+def plan(tmp_path):
+    recipe = compose(["name=mine", f"runs_dir={tmp_path}"])
+    return resolve(recipe.config, HOSTS, recipe.origins)
+
+
+def find_resume_point(plan, tmp_path):
+    return run._find_resume_point(plan, CheckpointStore(tmp_path / "mine", num_kept=2))
+
+
+def test_a_run_whose_checkpoints_are_gone_keeps_its_metrics(plan, tmp_path):
+    log = MetricLog(tmp_path / "mine" / "metrics.jsonl")
+    log.append(1, {"train/loss": 1.0})
+    assert find_resume_point(plan, tmp_path) == (None, None)  # it died before it saved anything
+    log.append(2, {"time/checkpoint_s": 1.0})
+    log.append(3, {"train/loss": 1.0})
+    with pytest.raises(ConfigError, match="metrics to step 3 and no checkpoint any more") as caught:
+        find_resume_point(plan, tmp_path)
+    assert f"remove {log.path}" in caught.value.problems[0].fix
+    log.path.unlink()
+    assert find_resume_point(plan, tmp_path) == (None, None)
