@@ -329,7 +329,7 @@ def run_held_out_evaluation(plan: Plan) -> EvaluationResult:
         plan: the Plan.
 
     Raises:
-        ConfigError: nothing is held out.
+        ConfigError: nothing is held out, or another process uses the run directory.
         RunError: the engines failed.
     """
     check_is_here(plan)
@@ -343,7 +343,8 @@ def run_held_out_evaluation(plan: Plan) -> EvaluationResult:
     reward = build_plan_reward(plan, clients)
     write_tasks(plan)
     inputs = build_inputs(plan, reward, clients, should_train=False)
-    return asyncio.run(_evaluate(plan, inputs))
+    with RunLock(Path(plan.run_dir)):
+        return asyncio.run(_evaluate(plan, inputs))
 
 
 async def _evaluate(plan: Plan, inputs: Inputs) -> EvaluationResult:

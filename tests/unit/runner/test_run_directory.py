@@ -10,6 +10,7 @@ from rlrecipes.plan.nodes import HostNode
 from rlrecipes.plan.resolve import resolve
 from rlrecipes.runner import run
 from rlrecipes.runner.checkpoint import CheckpointStore
+from rlrecipes.runner.faults import RunLock
 from rlrecipes.tracking.log import MetricLog
 
 HOSTS = (HostNode(name="here", num_cpus=2, num_gpus=0, memory_bytes=1 << 34),)
@@ -36,3 +37,13 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_metrics(plan, tmp_path):
     assert f"remove {log.path}" in caught.value.problems[0].fix
     log.path.unlink()
     assert find_resume_point(plan, tmp_path) == (None, None)
+
+
+def test_an_evaluation_leaves_a_live_run_alone(plan, tmp_path, monkeypatch):
+    for part in ("check_is_ready", "ServedClients", "build_plan_reward", "write_tasks", "build_inputs", "_evaluate"):
+        monkeypatch.setattr(run, part, lambda *_, **__: None)
+    monkeypatch.setattr(run.asyncio, "run", lambda _: "evaluated")
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"is_random": False})})
+    with RunLock(tmp_path / "mine"), pytest.raises(ConfigError, match="another process runs in .*mine"):
+        run.run_held_out_evaluation(plan)
+    assert run.run_held_out_evaluation(plan) == "evaluated"
