@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import signal
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import IO, Any
@@ -13,16 +14,20 @@ from typing import IO, Any
 from rlrecipes.errors import ConfigError, Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAME_STOP_S = 2.0
+"""One stop may arrive twice: sent to the process group, and passed on by a wrapper."""
 
 
 class StopRequest:
     """SIGINT or SIGTERM, seen by the loop where it can stop without losing anything.
 
-    The first signal cancels what may be cancelled; a second one ends the process at once (children die with it).
+    The first signal cancels what may be cancelled; another one, two seconds later or more, ends the process at once
+    (children die with it).
     """
 
     def __init__(self) -> None:
         self._signal: int | None = None
+        self._received_s = 0.0
         self._task: asyncio.Task[Any] | None = None
 
     def install(self) -> None:
@@ -33,8 +38,10 @@ class StopRequest:
 
     def _receive(self, number: int) -> None:
         if self._signal is not None:
-            os._exit(128 + number)
-        self._signal = number
+            if time.monotonic() - self._received_s >= _SAME_STOP_S:
+                os._exit(128 + number)
+            return
+        self._signal, self._received_s = number, time.monotonic()
         if self._task is not None:
             self._task.cancel()
 
