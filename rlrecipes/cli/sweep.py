@@ -16,6 +16,7 @@ from rlrecipes.cli.run import describe_failure, run_and_tell, tell_mlflow
 from rlrecipes.config.compose import ComposedRecipe, compose, config_dirs_of, run_hydra_app
 from rlrecipes.errors import ConfigError, InputError, Problem, RunError
 from rlrecipes.plan.nodes import Plan
+from rlrecipes.runner.faults import StopRequest
 from rlrecipes.runner.resolution import resolve_recipe
 from rlrecipes.tracking.sweeps import Point, PointState, SweepRecord, find_sweep
 
@@ -199,11 +200,17 @@ class _Naming:
 
 
 def _run_point(recipe: ComposedRecipe) -> None:
-    """One that fails leaves the others to run; its record says why."""
+    """One that fails leaves the others to run; its record says why.
+
+    Raises:
+        Interrupted: a signal came; also one that came too late for this point, or while it failed.
+    """
+    stop = StopRequest()
     try:
-        run_and_tell(resolve_recipe(recipe))
+        run_and_tell(resolve_recipe(recipe), stop)
     except Exception as error:
         print(f"{recipe.config.name} failed: {describe_failure(error)}", flush=True)
+    stop.check()
 
 
 def _tell(points: Sequence[Point]) -> None:

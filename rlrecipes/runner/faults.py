@@ -7,7 +7,8 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -72,6 +73,17 @@ class StopRequest:
             raise
         finally:
             self._task = None
+
+
+@contextmanager
+def keeping_signal_handlers() -> Iterator[None]:
+    """Put the handlers of both signals back at the end, where an event loop that took them over leaves the defaults."""
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 class RunLock:

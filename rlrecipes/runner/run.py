@@ -30,7 +30,7 @@ from rlrecipes.runner.build import (
 )
 from rlrecipes.runner.checkpoint import CheckpointStore, RunState, check_same_recipe
 from rlrecipes.runner.cluster import RayCluster, TrainerGroup
-from rlrecipes.runner.faults import RunLock, StopRequest
+from rlrecipes.runner.faults import RunLock, StopRequest, keeping_signal_handlers
 from rlrecipes.runner.loop import Loop, Parts
 from rlrecipes.runner.preparation import run_preparation, write_tasks
 from rlrecipes.runner.pruning import build_pruner
@@ -65,11 +65,12 @@ class RunResult:
     hf_path: Path | None
 
 
-def run_plan(plan: Plan) -> RunResult:
+def run_plan(plan: Plan, stop: StopRequest | None = None) -> RunResult:
     """Train as the Plan says, resuming when its run directory holds a checkpoint.
 
     Args:
         plan: the Plan.
+        stop: takes the signals that come meanwhile, also those that come too late to stop it.
 
     Raises:
         InputError: a file, the run directory or this machine does not fit; nothing was started.
@@ -93,7 +94,8 @@ def run_plan(plan: Plan) -> RunResult:
             inputs = build_inputs(plan, reward, clients)
             _lock(plan, run_dir, is_new=state is None)
             _write_plan(plan, run_dir)
-            return asyncio.run(_run(plan, inputs, store, checkpoint, state))
+            with keeping_signal_handlers():
+                return asyncio.run(_run(plan, inputs, store, checkpoint, state, stop or StopRequest()))
         hf_path = run_dir / "hf"
         return RunResult(run_dir, state.step, {}, hf_path if hf_path.is_dir() else None)
 
@@ -154,10 +156,14 @@ def _lock(plan: Plan, run_dir: Path, *, is_new: bool) -> None:
 
 
 async def _run(
-    plan: Plan, inputs: Inputs, store: CheckpointStore, checkpoint: Path | None, state: RunState | None
+    plan: Plan,
+    inputs: Inputs,
+    store: CheckpointStore,
+    checkpoint: Path | None,
+    state: RunState | None,
+    stop: StopRequest,
 ) -> RunResult:
     step = state.step if state else 0
-    stop = StopRequest()
     async with AsyncExitStack() as stack:
         tracker = _start_tracker(plan, state, stack)
         system = stack.enter_context(build_system_sampler(plan))
@@ -343,7 +349,7 @@ def run_held_out_evaluation(plan: Plan) -> EvaluationResult:
     reward = build_plan_reward(plan, clients)
     write_tasks(plan)
     inputs = build_inputs(plan, reward, clients, should_train=False)
-    with RunLock(Path(plan.run_dir)):
+    with RunLock(Path(plan.run_dir)), keeping_signal_handlers():
         return asyncio.run(_evaluate(plan, inputs))
 
 

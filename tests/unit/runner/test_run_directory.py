@@ -40,9 +40,13 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_metrics(plan, tmp_path):
 
 
 def test_an_evaluation_leaves_a_live_run_alone(plan, tmp_path, monkeypatch):
-    for part in ("check_is_ready", "ServedClients", "build_plan_reward", "write_tasks", "build_inputs", "_evaluate"):
+    for part in ("check_is_ready", "ServedClients", "build_plan_reward", "write_tasks", "build_inputs"):
         monkeypatch.setattr(run, part, lambda *_, **__: None)
-    monkeypatch.setattr(run.asyncio, "run", lambda _: "evaluated")
+
+    async def evaluate(*_):
+        return "evaluated"
+
+    monkeypatch.setattr(run, "_evaluate", evaluate)
     plan = plan.model_copy(update={"model": plan.model.model_copy(update={"is_random": False})})
     with RunLock(tmp_path / "mine"), pytest.raises(ConfigError, match="another process runs in .*mine"):
         run.run_held_out_evaluation(plan)
