@@ -15,7 +15,7 @@ from rlrecipes.errors import ConfigError, Interrupted, Pruned, RecipeError, Weig
 from rlrecipes.plan.cluster import check_is_here
 from rlrecipes.plan.comparison import compare_plans
 from rlrecipes.plan.facts import find_obstacles
-from rlrecipes.plan.lock import build_lock, check_lock, read_lock, to_lock_path, write_lock
+from rlrecipes.plan.lock import Lock, build_lock, check_lock, read_lock, to_lock_path, write_lock
 from rlrecipes.plan.nodes import Plan, load_plan
 from rlrecipes.rollout.evaluation import EvaluationResult, run_evaluation
 from rlrecipes.runner.build import (
@@ -46,6 +46,7 @@ from rlrecipes.tracking.sweeps import find_point
 from rlrecipes.tracking.tracker import RunStatus, Tracker
 
 _EXPORTED_STEP_FILE = ".hf_step"
+_PLAN_FILE = "plan.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,11 @@ def run_plan(plan: Plan, stop: StopRequest | None = None) -> RunResult:
             clients = ServedClients(plan)
             reward = build_plan_reward(plan, clients)
             build_objective(plan)  # a loss of the user's own that cannot be imported is told before anything starts
-            run_preparation(plan, is_new=state is None)
+            is_held_to_lock = state is not None and plan.resume != "accept_changes"
+            saved = read_lock(run_dir / _PLAN_FILE) if is_held_to_lock else None
+            run_preparation(plan, is_new=state is None, lock=saved)
             inputs = build_inputs(plan, reward, clients)
-            _lock(plan, run_dir, is_new=state is None)
+            _lock(plan, run_dir / _PLAN_FILE, saved)
             _write_plan(plan, run_dir)
             with keeping_signal_handlers():
                 return asyncio.run(_run(plan, inputs, store, checkpoint, state, stop or StopRequest()))
@@ -142,14 +145,13 @@ def _read_exported_step(plan: Plan) -> int | None:
 def _write_plan(plan: Plan, run_dir: Path) -> None:
     draft = run_dir / ".plan.yaml"
     draft.write_text(plan.to_yaml(), encoding="utf-8")
-    draft.rename(run_dir / "plan.yaml")
+    draft.rename(run_dir / _PLAN_FILE)
 
 
-def _lock(plan: Plan, run_dir: Path, *, is_new: bool) -> None:
+def _lock(plan: Plan, plan_path: Path, saved: Lock | None) -> None:
     """A run that goes on must find the model and the data it began with."""
-    plan_path = run_dir / "plan.yaml"
-    lock, saved = build_lock(plan), None if is_new else read_lock(plan_path)
-    if saved is not None and plan.resume != "accept_changes":
+    lock = build_lock(plan)
+    if saved is not None:
         for note in check_lock(saved, lock, to_lock_path(plan_path)):
             print(f"  note: {note}", flush=True)
     write_lock(lock, plan_path)

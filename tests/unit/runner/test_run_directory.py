@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
 import pytest
 
 from rlrecipes.config.compose import compose
 from rlrecipes.errors import ConfigError
+from rlrecipes.plan.lock import build_lock
 from rlrecipes.plan.nodes import HostNode
 from rlrecipes.plan.resolve import resolve
-from rlrecipes.runner import run
+from rlrecipes.runner import preparation, run
 from rlrecipes.runner.checkpoint import CheckpointStore
 from rlrecipes.runner.faults import RunLock
+from rlrecipes.runner.preparation import run_preparation
 from rlrecipes.tracking.log import MetricLog
 
 HOSTS = (HostNode(name="here", num_cpus=2, num_gpus=0, memory_bytes=1 << 34),)
@@ -37,6 +42,25 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_metrics(plan, tmp_path):
     assert f"remove {log.path}" in caught.value.problems[0].fix
     log.path.unlink()
     assert find_resume_point(plan, tmp_path) == (None, None)
+
+
+def test_a_resume_leaves_the_data_that_it_began_with(plan, tmp_path, monkeypatch):
+    paths = {name: str(tmp_path / f"{name}.jsonl") for name in ("train_path", "eval_path")}
+    plan = plan.model_copy(update={"data": plan.data.model_copy(update=paths)})
+    monkeypatch.setattr(preparation, "_write_random_model", lambda *_, **__: None)
+    run_preparation(plan, is_new=True)
+    lock, began_with = build_lock(plan), Path(paths["train_path"]).read_bytes()
+
+    def prepare_with_another_release():
+        with monkeypatch.context() as patch:
+            patch.setattr("rlrecipes.data.reasoning_tasks.version", lambda _: "9.9")
+            patch.setattr("rlrecipes.data.reasoning_tasks._generate", lambda _: itertools.repeat(b"{}\n"))
+            run_preparation(plan, is_new=False, lock=lock)
+        return Path(paths["train_path"]).read_bytes()
+
+    assert prepare_with_another_release() == began_with
+    Path(paths["eval_path"]).unlink()
+    assert prepare_with_another_release() != began_with  # refused then: it is not the file it was
 
 
 def test_an_evaluation_leaves_a_live_run_alone(plan, tmp_path, monkeypatch):
