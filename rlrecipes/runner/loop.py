@@ -100,6 +100,7 @@ class Loop:
             return self._step
         except (Interrupted, Pruned):
             if (self._step, self._is_evaluation_due) > self._saved:
+                await self._parts.turns.to_trainer(is_last=True)
                 await self._save()
             raise
 

@@ -297,6 +297,23 @@ def test_a_signal_in_any_phase_leaves_a_checkpoint_of_the_whole_trainer(monkeypa
     assert ("reload" in gpu.told[-2:]) == bool(saved)
 
 
+def test_a_signal_that_engines_die_of_leaves_a_checkpoint_too(monkeypatch):
+    gpu = Gpu()
+    dead, alive = Client(gpu, "dead "), Client(gpu, "alive ")
+    receive = StopRequest._receive
+
+    def strike(self, number):
+        dead.fails = True
+        dead.held.clear()
+        receive(self, number)
+
+    monkeypatch.setattr(StopRequest, "_receive", strike)
+    changes = ["schedule.num_steps=9", "schedule.save_interval=10"]
+    reached, gpu, work = run(monkeypatch, *BOTH, *changes, gpu=gpu, clients=[dead, alive], strike=("rollout", 2))
+    assert (reached, work.saved) == (None, [(1, 1, False)])
+    assert gpu.told[-3:] == ["alive release", "reload", "save_checkpoint"] and not alive.held
+
+
 def test_a_point_that_is_pruned_leaves_a_checkpoint_and_the_last_step_prunes_nothing(monkeypatch):
     changes = ["schedule.num_steps=4", "schedule.save_interval=10", "schedule.eval_interval=2"]
     reached, gpu, work = run(monkeypatch, *BOTH, *changes, pruned=2)
