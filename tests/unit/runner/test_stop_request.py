@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -92,3 +96,62 @@ def test_a_signal_that_comes_too_late_for_a_point_ends_the_sweep_after_it(monkey
     with pytest.raises(Interrupted) as caught:
         sweep._run_point(compose(["name=mine"]))
     assert caught.value.signal_number == signal.SIGTERM
+
+
+SIDE_BY_SIDE = """
+import sys, time
+from pathlib import Path
+from joblib import Parallel, delayed
+from rlrecipes.errors import Interrupted
+from rlrecipes.runner.faults import StopRequest
+
+def work(number):
+    from rlrecipes.cli.sweep import _STOP
+
+    _STOP.listen()
+    Path(f"{number}.started").touch()
+    while number < 2:
+        try:
+            _STOP.check()
+            time.sleep(0.05)
+        except Interrupted:
+            time.sleep(0.5)  # its checkpoint
+            return "saved"
+
+try:
+    with StopRequest().left_to_children():
+        print(Parallel(n_jobs=4, backend="loky")(delayed(work)(number) for number in range(2)), flush=True)
+except Interrupted as stop:
+    print("interrupted by", stop.signal_number)
+"""
+
+
+@pytest.mark.parametrize(("number", "should_signal_group"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
+def test_points_side_by_side_all_end_in_order(tmp_path, number, should_signal_group):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SIDE_BY_SIDE], cwd=tmp_path, text=True, stdout=subprocess.PIPE, process_group=0
+    )
+    while not all((tmp_path / f"{point}.started").exists() for point in range(2)):
+        assert process.poll() is None
+        time.sleep(0.05)
+    (os.killpg if should_signal_group else os.kill)(process.pid, number)
+    said, _ = process.communicate(timeout=60)
+    assert said == f"['saved', 'saved']\ninterrupted by {int(number)}\n"
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_worker_raises_nothing_and_begins_nothing_after_a_signal(monkeypatch, handlers, is_late):
+    begun = []
+
+    def run_point(recipe, stop):
+        begun.append(recipe)
+        signal.raise_signal(signal.SIGTERM)
+        if not is_late:
+            stop.check()
+
+    monkeypatch.setattr(sweep, "_STOP", StopRequest())
+    monkeypatch.setattr(sweep, "resolve_recipe", lambda recipe: recipe)
+    monkeypatch.setattr(sweep, "run_and_tell", run_point)
+    for recipe in ("first", "second"):
+        sweep._run_in_worker(recipe)
+    assert begun == ["first"]
