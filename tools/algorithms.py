@@ -35,6 +35,7 @@ OTHER_NAMES = {
     "kl_coef_in_loss": "algo.kl.coef",
     "kl_estimator": "algo.kl.estimator",
     "kl_is_unbiased": "algo.kl.is_unbiased",
+    "old_is_rollout": "algo.old_logprobs",
     "distillation_coef": "algo.distillation.coef",
     "delta": "algo.off_policy.opsm_delta",
     "power": "algo.off_policy.staleness_power",

@@ -6,7 +6,8 @@ An objective is a module-level function ``(batch, logprobs, entropy) -> (loss, m
 there is absent here.
 
 A metric's name says how micro-batches and ranks combine it: ``_max`` is the largest over trained tokens, ``_counts`` is
-a vector that is added up as it is (masked tokens are not in it), any other is the mean over trained tokens.
+a vector that is added up as it is (masked tokens are not in it), ``_loss`` is a part of the loss and summed like it, x
+``loss_weights``; any other is the mean over trained tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rlrecipes.algos.distillation import compute_topk_reverse_kl
 from rlrecipes.algos.kl import KlEstimator, compute_kl, compute_kl_loss
 from rlrecipes.algos.off_policy import (
     OffPolicy,
+    compute_off_policy_log_ratios,
     compute_off_policy_weights,
     compute_opsm_mask,
     compute_staleness_weights,
@@ -71,6 +73,7 @@ def compute_policy_objective(  # noqa: PLR0913 (one keyword a config key)
     kl_is_unbiased: bool = False,
     entropy_coef: float,
     off_policy: OffPolicy = _NO_CORRECTION,
+    old_is_rollout: bool = False,
     distillation_topk_coef: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
     """Policy loss with its off-policy weight, KL to the reference, distillation and entropy bonus, per token.
@@ -99,6 +102,8 @@ def compute_policy_objective(  # noqa: PLR0913 (one keyword a config key)
         kl_is_unbiased: whether the KL is weighted by exp(logprobs - old_logprobs), with its gradient.
         entropy_coef: weight of the entropy bonus.
         off_policy: corrections of the policy loss, see off_policy.py.
+        old_is_rollout: whether ``old_logprobs`` are the engine's; the loss is the same, the mismatch metrics are then
+            of the current policy.
         distillation_topk_coef: weight of ``compute_topk_reverse_kl``; 0 leaves it to the metrics.
 
     Returns:
@@ -112,8 +117,9 @@ def compute_policy_objective(  # noqa: PLR0913 (one keyword a config key)
         - ``teacher_topk_kl``: with ``teacher_topk_logprobs``.
         - with ``rollout_logprobs``: ``rollout_logprob_abs_diff_mean`` and ``_max``, abs(logprobs - rollout_logprobs):
           in the first train step after a weight sync what trainer and engine disagree on, later also how far the
-          policy has moved. ``mismatch_kl_k1`` and ``_k3``, estimates of KL(rollout policy || old policy).
-          ``off_policy_log_ratio_counts`` ([512], see ``compute_log_ratio_counts``), ``off_policy_weight_mean`` and
+          policy has moved. ``mismatch_kl_k1`` and ``_k3``, estimates of KL(rollout policy || old policy), and
+          ``off_policy_log_ratio_counts`` ([512], see ``compute_log_ratio_counts``); with ``old_is_rollout`` of the
+          current policy in the old one's place, since a policy agrees with itself. ``off_policy_weight_mean`` and
           ``off_policy_weight_square_mean``, ``off_policy_clip_fraction`` (1 where a bound or the veto changed the
           weight).
         - ``opsm_fraction``: 1 where OPSM left the token out, when asked for.
@@ -129,7 +135,7 @@ def compute_policy_objective(  # noqa: PLR0913 (one keyword a config key)
     chosen = _select_trained(batch, logprobs=logprobs, entropy=entropy)
     chosen.setdefault("old_logprobs", chosen["logprobs"].detach())
     loss, is_clipped, ratio = _compute_policy_loss(batch, chosen, policy_loss, clip_low, clip_high, dual_clip)
-    weights, correction_metrics = _compute_weights(batch, chosen, off_policy)
+    weights, correction_metrics = _compute_weights(batch, chosen, off_policy, old_is_rollout)
     loss = torch.where(weights > 0, weights * loss, 0.0)
     metrics = {
         "policy_loss": loss,
@@ -173,14 +179,18 @@ def compute_sft_objective(
         entropy: [T] nats, of the current policy; None when nobody asks for it.
 
     Returns:
-        (loss, metrics): [T] each, finite in masked slots; metrics hold ``entropy`` when given, without gradient.
+        (loss, metrics): [T] each, finite in masked slots; metrics hold ``nll``, the loss of a token whatever it weighs,
+        and ``entropy`` when given, without gradient.
 
     Source:
         See ``compute_sft_loss``.
     """
     chosen = _select_trained(batch, logprobs=logprobs, entropy=entropy)
-    metrics = {"entropy": chosen["entropy"].detach()} if "entropy" in chosen else {}
-    return compute_sft_loss(logprobs=chosen["logprobs"]), metrics
+    loss = compute_sft_loss(logprobs=chosen["logprobs"])
+    metrics = {"nll": loss.detach()}
+    if "entropy" in chosen:
+        metrics["entropy"] = chosen["entropy"].detach()
+    return loss, metrics
 
 
 def compute_custom_objective(
@@ -268,7 +278,7 @@ def _compute_policy_loss(
 
 
 def _compute_weights(
-    batch: Mapping[str, Tensor], chosen: Mapping[str, Tensor], options: OffPolicy
+    batch: Mapping[str, Tensor], chosen: Mapping[str, Tensor], options: OffPolicy, old_is_rollout: bool
 ) -> tuple[Tensor, Metrics]:
     """Weights [T] of the policy loss, and what they and their ratios tell."""
     mask, old_logprobs = batch["loss_mask"], chosen["old_logprobs"].detach()
@@ -285,12 +295,22 @@ def _compute_weights(
             high=options.high,
             veto=options.veto,
         )
+        trainer_logprobs = old_logprobs
+        if old_is_rollout:
+            trainer_logprobs = chosen["logprobs"].detach()
+            log_ratios = compute_off_policy_log_ratios(
+                old_logprobs=trainer_logprobs,
+                rollout_logprobs=rollout_logprobs,
+                loss_mask=mask,
+                sample_index=None,
+                level="token",
+            )
         distance = (chosen["logprobs"] - rollout_logprobs).abs()
         metrics = {
             "rollout_logprob_abs_diff_mean": distance,
             "rollout_logprob_abs_diff_max": distance,
-            "mismatch_kl_k1": rollout_logprobs - old_logprobs,
-            "mismatch_kl_k3": compute_kl(logprobs=rollout_logprobs, ref_logprobs=old_logprobs, estimator="k3"),
+            "mismatch_kl_k1": rollout_logprobs - trainer_logprobs,
+            "mismatch_kl_k3": compute_kl(logprobs=rollout_logprobs, ref_logprobs=trainer_logprobs, estimator="k3"),
             "off_policy_log_ratio_counts": compute_log_ratio_counts(log_ratios=log_ratios, loss_mask=mask),
             "off_policy_clip_fraction": is_changed.to(weights.dtype),
         }

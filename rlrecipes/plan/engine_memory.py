@@ -115,13 +115,12 @@ def _compute_room(
     limit = native.get("max_total_tokens")
     if limit is not None:
         pool = min(pool, limit * per_token + state)
-    longest = inputs.max_prompt_tokens + inputs.max_new_tokens
     replicas = group.attention_data_parallel_size
     node = EngineRoomNode.model_construct(
         name=served.name,
         kv_bytes_per_token=round(per_token),
         capacity_tokens=int(pool / per_token) * replicas,
-        max_longest_rollouts=int(pool / (longest * per_token + state)) * replicas,
+        max_longest_rollouts=int(pool / (inputs.max_rollout_tokens * per_token + state)) * replicas,
     )
     return node, pool
 

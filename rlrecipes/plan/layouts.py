@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rlrecipes.config.schema import ModelShapes, ParallelConfig, RunConfig, ServerGroupConfig, TopologyConfig
 from rlrecipes.plan.nodes import POLICY
 from rlrecipes.plan.packing import compute_micro_batch_multiple
-from rlrecipes.plan.rules.lengths import compute_longest
+from rlrecipes.plan.rules.lengths import compute_longest_sample
 
 _MAX_CONTEXT_PARALLEL = 8
 _MAX_PIPELINE_PARALLEL = 16
@@ -54,7 +54,7 @@ def iter_parallel(
         num_ranks: trainer ranks.
         gpus_per_node: of one machine.
     """
-    longest = compute_longest(config)
+    longest = compute_longest_sample(config)
     divided = math.gcd(shapes.num_attention_heads, shapes.num_query_groups, shapes.ffn_hidden_size, shapes.hidden_size)
     stages = _list_stages(config.parallel, shapes)
     for tp in (size for size in _powers_of_two(min(gpus_per_node, num_ranks)) if divided % size == 0):

@@ -200,9 +200,12 @@ def find_memory_problems(
         problems.append(Problem(where, problem, fix))
     for room in memory.engines:
         if room.max_longest_rollouts < 1:
-            longest = inputs.max_prompt_tokens + inputs.max_new_tokens
-            problem = f"an engine of {room.name} holds {room.capacity_tokens} tokens; one longest rollout has {longest}"
-            fix = "raise gpus_per_engine, use sglang.kv_cache_dtype=fp8_e4m3, or lower rollout.sampling.max_new_tokens"
+            holds = f"an engine of {room.name} holds {room.capacity_tokens} tokens"
+            problem = f"{holds}; one longest rollout has {inputs.max_rollout_tokens}"
+            fix = (
+                "raise gpus_per_engine, use sglang.kv_cache_dtype=fp8_e4m3, or lower max_new_tokens of rollout.sampling"
+                " or of rollout.evaluation.sampling, whichever is longer"
+            )
             problems.append(Problem(f"{_group_path(room.name)}.gpus_per_engine", problem, fix))
     return problems
 

@@ -31,13 +31,30 @@ SERVER_OWNED: Owned = {
     "host": "remove it: engines listen where their router asks",
     "skip_tokenizer_init": "remove it: an engine keeps its tokenizer",
     "config": "remove it, and write the options of that file here",
+    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), "remove it: the Plan lays engines over nodes"),
+    **dict.fromkeys(("base_gpu_id", "gpu_id_step"), "remove it: the Plan gives every engine its GPUs"),
+    "disaggregation_bootstrap_port": "remove it: the run finds a free port",
+    **dict.fromkeys(("language_only", "encoder_urls"), "give the served model a group of worker_type=encoder"),
+    **dict.fromkeys(("enable_memory_saver", "enable_weights_cpu_backup"), "set topology.should_offload_engines"),
 }
-"""Options of a server; ``tp_size`` and ``enable_deterministic_inference`` join them with the group's path."""
+"""Options of a server; those below and ``enable_deterministic_inference`` join them with the group's path."""
+
+_GROUP_OWNED: Owned = {
+    "tp_size": "gpus_per_engine",
+    "pp_size": "pipeline_parallel_size",
+    "dp_size": "attention_data_parallel_size",
+    "enable_dp_attention": "attention_data_parallel_size",
+    "ep_size": "expert_parallel_size",
+    "disaggregation_mode": "worker_type",
+    "encoder_only": "worker_type",
+}
+"""Options of a server -> the key of its group that decides them."""
 
 ROUTER_OWNED: Owned = {
     "worker_urls": "set server_groups of the served model",
     "request_timeout_secs": "set rollout.request_timeout_s",
     "host": "remove it: the router listens where the run asks",
+    **dict.fromkeys(("pd_disaggregation", "prefill", "decode"), "set worker_type of the served model's server_groups"),
 }
 
 MEGATRON_OWNED: Owned = {
@@ -195,7 +212,7 @@ def _sections(config: RunConfig) -> Iterator[_Section]:
 
 
 def _server(where: str, group: ServerGroupConfig, config: RunConfig) -> _Section:
-    owned = {**SERVER_OWNED, "tp_size": f"set {where}.gpus_per_engine"}
+    owned = {**SERVER_OWNED, **{name: f"set {where}.{key}" for name, key in _GROUP_OWNED.items()}}
     if config.deterministic:
         owned["enable_deterministic_inference"] = "remove it: deterministic=true sets it"
     if group.engine == "embedded":

@@ -29,6 +29,7 @@ from rlrecipes.plan.nodes import (
 from rlrecipes.plan.parameters import compute_flops_per_token, compute_num_parameters
 from rlrecipes.plan.passes import find_logprob_passes
 from rlrecipes.plan.placement import Placement, place
+from rlrecipes.plan.rules.lengths import compute_longest_sample
 from rlrecipes.plan.rules.rule import Facts
 from rlrecipes.plan.rules.table import check_recipe
 from rlrecipes.plan.serving import build_served_models, build_sync_routes
@@ -170,7 +171,6 @@ def _obstacles(model: ModelNode) -> list[str]:
 def _batch(config: RunConfig) -> BatchNode:
     prompts, parts = config.schedule.prompts_per_step, config.schedule.num_train_steps
     group = config.algo.group_size if isinstance(config.algo, RlConfig) else 1
-    longest = config.rollout.generate.compute_response_tokens(config.rollout.sampling.max_new_tokens)
     return BatchNode(
         prompts_per_step=prompts,
         group_size=group,
@@ -178,7 +178,7 @@ def _batch(config: RunConfig) -> BatchNode:
         num_train_steps=parts,
         prompts_per_train_step=prompts // parts,
         rollouts_per_train_step=prompts // parts * group,
-        max_sample_tokens=config.data.max_prompt_tokens + longest,
+        max_sample_tokens=compute_longest_sample(config),
     )
 
 

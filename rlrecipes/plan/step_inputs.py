@@ -23,6 +23,7 @@ from rlrecipes.config.schema import (
 from rlrecipes.plan.inventory import read_figures
 from rlrecipes.plan.nodes import POLICY, ClusterNode, DeviceNode, Plan, ServerGroupNode
 from rlrecipes.plan.placement import Placement
+from rlrecipes.plan.rules.lengths import compute_longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class StepInputs:
         schedule: steps and train steps.
         max_prompt_tokens: longest prompt.
         max_new_tokens: longest answer; of several turns, all of them and what is shown between them.
+        max_rollout_tokens: prompt and answer of the longest rollout, of training or evaluation.
         is_distribution_cut: whether sampling keeps only some tokens.
         max_concurrent_requests: over all engines.
         parallel: the trainer's layout.
@@ -100,6 +102,7 @@ class StepInputs:
     schedule: ScheduleConfig
     max_prompt_tokens: int
     max_new_tokens: int
+    max_rollout_tokens: int
     is_distribution_cut: bool
     max_concurrent_requests: int
     parallel: ParallelConfig
@@ -237,6 +240,7 @@ def _gather(
         schedule=source.schedule,
         max_prompt_tokens=source.data.max_prompt_tokens,
         max_new_tokens=source.rollout.generate.compute_response_tokens(sampling.max_new_tokens),
+        max_rollout_tokens=compute_longest(source),
         is_distribution_cut=sampling.top_p < 1 or sampling.top_k != -1,
         max_concurrent_requests=source.rollout.max_concurrent_requests,
         parallel=parallel,

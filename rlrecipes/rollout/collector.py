@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,19 +40,21 @@ class CollectProgress:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """What one step trains.
+    """What one step trains, and what was asked for it.
 
     Attributes:
         groups: in order of their prompts.
         num_filtered: reason -> groups dropped for it.
         num_tokens: response tokens generated for it, dropped groups included, groups kept by a restart not.
         duration_s: wall-clock seconds it took.
+        dropped: groups that filters dropped, in order of their prompts; those dropped before a restart are not here.
     """
 
     groups: tuple[Group, ...]
     num_filtered: Mapping[str, int]
     num_tokens: int
     duration_s: float
+    dropped: tuple[Group, ...] = ()
 
 
 type OnProgress = Callable[[CollectProgress], None]
@@ -129,14 +131,14 @@ class Collector:
                 if not running:
                     break
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for group in sorted((task.result() for task in done), key=lambda group: group.prompt.index):
+                for group in _sort(task.result() for task in done):
                     self._settle(group, pass_)
                     if on_progress is not None:
                         on_progress(pass_.to_progress(len(self._buffer)))
         finally:
             await cancel_all(running)
-        groups = sorted(self._buffer.take(num_groups), key=lambda group: group.prompt.index)
-        return Collection(tuple(groups), dict(pass_.num_filtered), pass_.num_tokens, pass_.elapsed_s)
+        groups, dropped = _sort(self._buffer.take(num_groups)), _sort(pass_.dropped)
+        return Collection(groups, dict(pass_.num_filtered), pass_.num_tokens, pass_.elapsed_s, dropped)
 
     def _take_index(self) -> int:
         index = self._next_index
@@ -149,7 +151,7 @@ class Collector:
         if reason is None:
             self._buffer.put(group)
         else:
-            pass_.num_filtered[reason] += 1
+            pass_.drop(group, reason)
         self._open.discard(group.prompt.index)
         pass_.add(group)
 
@@ -181,11 +183,16 @@ class Collector:
         self._next_index, self._open = next_index, open_indices
 
 
+def _sort(groups: Iterable[Group]) -> tuple[Group, ...]:
+    return tuple(sorted(groups, key=lambda group: group.prompt.index))
+
+
 class _Pass:
-    """The counts of one call of ``collect``."""
+    """The counts of one call of ``collect``, and the groups it dropped."""
 
     def __init__(self, num_groups: int, failures: FailureTally) -> None:
         self.num_filtered: Counter[str] = Counter()
+        self.dropped: list[Group] = []
         self.num_tokens = 0
         self._num_groups = num_groups
         self._failures = failures
@@ -206,6 +213,10 @@ class _Pass:
                 f" filters dropped {count} for {reason}"
             )
             raise RunError("rollout.filters", problem, "take easier or harder prompts, or fewer filters")
+
+    def drop(self, group: Group, reason: str) -> None:
+        self.num_filtered[reason] += 1
+        self.dropped.append(group)
 
     def add(self, group: Group) -> None:
         self.num_tokens += sum(rollout.num_response_tokens for rollout in group.rollouts)

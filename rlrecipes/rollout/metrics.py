@@ -14,8 +14,10 @@ from rlrecipes.types import Completion, Rollout, RolloutStatus
 def compute_rollout_metrics(collection: Collection, *, num_gpus: int, weight_version: int) -> dict[str, float]:
     """Compute the metrics of one collection.
 
-    Rewards, lengths, turns and staleness speak of answered rollouts (completed or truncated); when there is none, their
-    metrics are absent.
+    They are of everything that was asked, groups that filters dropped included: what is wrong with these must show.
+    What training gets (``rollout/num_groups``, ``rollout/num_rollouts`` and staleness) is of the kept groups. Rewards,
+    lengths, turns and staleness speak of answered rollouts (completed or truncated); when there is none, their metrics
+    are absent.
 
     Args:
         collection: at least one group.
@@ -25,27 +27,31 @@ def compute_rollout_metrics(collection: Collection, *, num_gpus: int, weight_ver
     Returns:
         Metric name -> value.
     """
-    rollouts = [rollout for group in collection.groups for rollout in group.rollouts]
+    kept = [rollout for group in collection.groups for rollout in group.rollouts]
+    groups = collection.groups + collection.dropped
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     completions = [turn.completion for rollout in rollouts for turn in rollout.turns]
     num_prompt_tokens = sum(completion.num_prompt_tokens for completion in completions)
     metrics = {
         "rollout/num_groups": len(collection.groups),
-        "rollout/num_rollouts": len(rollouts),
+        "rollout/num_rollouts": len(kept),
         "rollout/failed_fraction": fmean(r.status is RolloutStatus.FAILED for r in rollouts),
         "rollout/aborted_fraction": fmean(r.status is RolloutStatus.ABORTED for r in rollouts),
-        "rollout/zero_variance_fraction": fmean(has_zero_variance(group) for group in collection.groups),
+        "rollout/zero_variance_fraction": fmean(has_zero_variance(group) for group in groups),
         "rollout/num_filtered_groups": sum(collection.num_filtered.values()),
         "rollout/time_s": collection.duration_s,
         "rollout/tokens_per_s_per_gpu": _divide(collection.num_tokens, collection.duration_s * num_gpus),
         "rollout/prefix_cache_hit_fraction": _divide(sum(c.num_cached_tokens for c in completions), num_prompt_tokens),
-        "prompt/mean_tokens": fmean(len(group.prompt.token_ids) for group in collection.groups),
+        "prompt/mean_tokens": fmean(len(group.prompt.token_ids) for group in groups),
     }
     answered = [rollout for rollout in rollouts if is_answered(rollout)]
     if answered:
         metrics |= _compute_reward_metrics(answered) | _compute_length_metrics(answered)
         num_turns = [len(rollout.turns) for rollout in answered]
         metrics |= {"rollout/mean_turns": fmean(num_turns), "rollout/max_turns": max(num_turns)}
-        metrics |= _compute_staleness_metrics([t.completion for r in answered for t in r.turns], weight_version)
+    trained = [turn.completion for rollout in kept if is_answered(rollout) for turn in rollout.turns]
+    if trained:
+        metrics |= _compute_staleness_metrics(trained, weight_version)
     return metrics
 
 

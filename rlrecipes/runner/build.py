@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -271,7 +272,8 @@ def build_system_sampler(plan: Plan) -> SystemSampler:
         plan: the Plan.
     """
     devices = [*plan.trainer.devices, *(d for m in plan.served_models for e in m.engines for d in e.devices)]
-    used = {device.gpu for device in devices if device.node == 0}
+    here = _find_own_machine(plan)
+    used = {device.gpu for device in devices if device.node == here} or {None}
     visible = read_visible_gpus() if used != {None} else []
     indices = [gpu.index for number, gpu in enumerate(visible) if number in used and gpu.index is not None]
 
@@ -279,6 +281,14 @@ def build_system_sampler(plan: Plan) -> SystemSampler:
         return [GpuLoad(read_busy_fraction(index), read_gpu_use(index).used_bytes) for index in indices]
 
     return SystemSampler(Path(plan.run_dir), read_gpus)
+
+
+def _find_own_machine(plan: Plan) -> int | None:
+    """Which machine of the Plan this is: by name, else the first, but none where others started the cluster."""
+    names = [host.name for host in plan.hosts]
+    if socket.gethostname() in names:
+        return names.index(socket.gethostname())
+    return None if plan.cluster.source == "ray" else 0
 
 
 def to_tracking_uri(plan: Plan) -> str | None:

@@ -129,12 +129,15 @@ class Loop:
 
     async def _run_step(self) -> None:
         started_s = time.monotonic()
+        self._parts.turns.take_spent_s()  # by what lay between the steps: start, evaluation, checkpoint
         is_rl = self._parts.collector is not None
         metrics = await (self._learn_from_rollouts() if is_rl else self._learn_from_samples())
         self._step += 1
         self._is_evaluation_due = self._should_evaluate()
         if is_rl or self._is_evaluation_due:
+            resent_s = metrics.get("weight_sync/time_s", 0.0)
             metrics |= await self._sync(self._weight_version + 1)
+            metrics["weight_sync/time_s"] += resent_s
         step_s = time.monotonic() - started_s
         if is_rl:
             wait_s = metrics["rollout/time_s"]
@@ -160,7 +163,7 @@ class Loop:
         if collector is None or serving is None:
             raise RuntimeError("RL needs a collector and engines")
         serving.check_alive()
-        await self._make_engines_ready()
+        resent_s = await self._make_engines_ready()
         are_all_new = collector.num_waiting_groups == 0  # of a restored buffer, groups may outlive a smaller step
         with self._parts.system.phase("rollout"):
             collection, kv_use = await self._parts.stop.run(self._collect(collector, serving))
@@ -168,14 +171,18 @@ class Loop:
             check_weight_version(collection.groups, self._weight_version)
         num_gpus = sum(engine.num_ranks for engine in serving.policy_engines)
         metrics = compute_rollout_metrics(collection, num_gpus=num_gpus, weight_version=self._weight_version)
-        metrics |= {"rollout/kv_cache_use_fraction": kv_use, "buffer/num_groups": float(collector.num_waiting_groups)}
+        metrics |= {
+            "rollout/kv_cache_use_fraction": kv_use,
+            "buffer/num_groups": float(collector.num_waiting_groups),
+            "weight_sync/time_s": resent_s,
+        }
         await self._parts.turns.to_trainer()
         metrics |= await self._parts.learner.train_groups(
             collection.groups, step=self._step, weight_version=self._weight_version
         )
         collector.confirm_trained()
-        name, filtered = self._plan.data.name, collection.num_filtered
-        self._parts.tracker.log_rollouts(build_record(self._step + 1, "train", name, collection.groups, filtered))
+        found = collection.groups, collection.num_filtered, collection.dropped
+        self._parts.tracker.log_rollouts(build_record(self._step + 1, "train", self._plan.data.name, *found))
         return metrics
 
     async def _collect(self, collector: Collector, serving: Serving) -> tuple[Collection, float]:
@@ -218,10 +225,15 @@ class Loop:
         self._next_sample = first + size
         return metrics
 
-    async def _make_engines_ready(self) -> None:
-        """After a checkpoint the trainer has the GPUs, and what engines held there is undefined: send it again."""
-        if not self._parts.turns.is_engines_turn:
-            await self._sync(self._weight_version)
+    async def _make_engines_ready(self) -> float:
+        """After a checkpoint the trainer has the GPUs, and what engines held there is undefined: send it again.
+
+        Returns:
+            Seconds it took.
+        """
+        if self._parts.turns.is_engines_turn:
+            return 0.0
+        return (await self._sync(self._weight_version))["weight_sync/time_s"]
 
     async def _sync(self, version: int) -> dict[str, float]:
         serving = self._parts.serving

@@ -123,7 +123,7 @@ class Learner:
         with self._enter_phase("train"):
             metrics = await self._train([samples[i : i + size] for i in range(0, len(samples), size)])
         return metrics | {
-            "sft/loss": metrics["train/loss"],
+            "sft/loss": metrics.pop("train/nll"),
             "sft/num_tokens": float(sum(sum(s.loss_mask) for s in samples)),
         }
 
@@ -193,8 +193,10 @@ class Learner:
                 continue  # every rollout was left out
             weighted = self._weighted(part)
             if self._value_objective is not None:
-                grid = self._per_rank(self._grid(weighted))
-                critic.append((await self._trainers.run("critic_step", self._value_objective, per_rank=grid))[0])
+                grid = self._grid(weighted)
+                rows = self._per_rank(grid)
+                critic.append((await self._trainers.run("critic_step", self._value_objective, per_rank=rows))[0])
+                num_micro_batches += len(grid[0])
                 num_flops += self._critic_flops_per_token * _count_tokens(weighted)
             if not should_move_policy:
                 continue
@@ -212,9 +214,7 @@ class Learner:
         peak_flops = await self._peak_flops_per_s()
         if peak_flops is not None:
             metrics["train/mfu_fraction"] = num_flops / metrics["train/time_s"] / peak_flops
-        metrics |= {
-            f"critic/{name}": fmean(result[name] for result in critic) for name in (critic[-1] if critic else ())
-        }
+        metrics |= {f"critic/{name}": value for name, value in _combine(critic).items()}
         return metrics | {"train/num_micro_batches": float(num_micro_batches)}
 
     def _split_by_gradient(self, samples: Sequence[Sample]) -> tuple[Sequence[Sample], Sequence[Sample]]:
@@ -256,16 +256,13 @@ class Learner:
         num_idle_tokens: int,
     ) -> dict[str, float]:
         num_tokens = sum(_count_tokens(part) for part in parts)
-        metrics = {
+        return {f"train/{name}": value for name, value in _combine(found).items()} | {
             "train/num_tokens": float(num_tokens),
             "train/num_train_steps": float(len(found)),
             "train/forward_only_fraction": num_idle_tokens / num_tokens,
             "train/time_s": duration_s,
             "train/tokens_per_s": num_tokens / duration_s,
         }
-        for name in found[-1] if found else ():
-            metrics.setdefault(f"train/{name}", _combine(name, [result[name] for result in found]))
-        return metrics
 
     async def _peak_flops_per_s(self) -> float | None:
         """What the devices of all ranks multiply at best; None of GPUs that the Plan does not know."""
@@ -301,6 +298,7 @@ def build_objective(plan: Plan) -> Objective:
         kl_is_unbiased=algo.kl.is_unbiased,
         entropy_coef=algo.entropy_coef,
         off_policy=OffPolicy(**algo.off_policy.model_dump()),
+        old_is_rollout=algo.old_logprobs == "rollout",
         distillation_topk_coef=_topk_coef(algo),
     )
 
@@ -345,10 +343,19 @@ def _nothing_to_train() -> TrainerError:
     return TrainerError("train", "no sample of the step can be trained", fix)
 
 
-def _combine(name: str, values: Sequence[float]) -> float:
-    """One number for a step out of one per train step."""
+def _combine(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One number a metric for a step out of one per train step."""
+    num_tokens = [result["num_tokens"] for result in results]
+    names = results[-1] if results else ()
+    return {name: _combine_values(name, [result[name] for result in results], num_tokens) for name in names}
+
+
+def _combine_values(name: str, values: Sequence[float], num_tokens: Sequence[float]) -> float:
     if name.startswith("rollout_logprob_abs_diff"):
         return values[0]  # later train steps have moved away from the weights that the engine had
-    if name == "lr":
+    if name in ("lr", "num_tokens"):
         return values[-1]
-    return max(values) if name.endswith("_max") else fmean(values)
+    if name.endswith("_max"):
+        return max(values)
+    is_of_step = name in ("loss", "grad_norm") or name.endswith("_loss")
+    return fmean(values, None if is_of_step else num_tokens)  # what is a mean over tokens stays one

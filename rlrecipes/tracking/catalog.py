@@ -30,7 +30,13 @@ class Metric:
 
 
 REWARD = (
-    Metric("reward/mean", "reward", "mean reward of the step's rollouts", "rising means the policy learns", "higher"),
+    Metric(
+        "reward/mean",
+        "reward",
+        "mean reward of the step's rollouts, those of dropped groups too",
+        "rising means the policy learns",
+        "higher",
+    ),
     Metric("reward/std", "reward", "spread of rewards over the step's rollouts", "near 0: nothing left to learn from"),
     Metric("reward/min", "reward", "smallest reward of the step", "constant: some prompts are never solved"),
     Metric("reward/max", "reward", "largest reward of the step", "stuck at the floor: tasks are too hard"),
@@ -63,7 +69,10 @@ EVAL = (
 
 LENGTHS = (
     Metric(
-        "response/mean_tokens", "tokens", "mean generated tokens a rollout", "sudden growth: look for reward hacking"
+        "response/mean_tokens",
+        "tokens",
+        "mean generated tokens a rollout, those of dropped groups too",
+        "sudden growth: look for reward hacking",
     ),
     Metric("response/max_tokens", "tokens", "longest response of the step", "at the limit: answers are being cut"),
     Metric("response/min_tokens", "tokens", "shortest response of the step", "near 0: the policy stops at once"),
@@ -75,13 +84,17 @@ ROLLOUT = (
     Metric("rollout/num_groups", "groups", "groups handed to training", "below the batch size: groups were dropped"),
     Metric("rollout/num_rollouts", "rollouts", "rollouts handed to training", "groups times group size"),
     Metric(
-        "rollout/failed_fraction", "fraction", "rollouts that failed", "above 0: read the reasons in the log", "lower"
+        "rollout/failed_fraction",
+        "fraction",
+        "rollouts that failed, of all asked in the step: those of dropped groups too",
+        "above 0: read the reasons in the log",
+        "lower",
     ),
     Metric("rollout/aborted_fraction", "fraction", "rollouts aborted before their end", "rising: work is thrown away"),
     Metric(
         "rollout/zero_variance_fraction",
         "fraction",
-        "groups whose rewards are all equal, which teach GRPO nothing",
+        "groups whose rewards are all equal, which teach GRPO nothing, of all asked in the step: dropped ones too",
         "near 1: tasks are all too easy or all too hard",
     ),
     Metric(
@@ -125,7 +138,12 @@ STALENESS = (
 
 TRAIN = (
     Metric("train/loss", "1", "the loss the optimizer saw", "near 0 in GRPO by construction: read reward instead"),
-    Metric("train/policy_loss", "1", "policy-gradient part of the loss", "its level says little; spikes say trouble"),
+    Metric(
+        "train/policy_loss",
+        "1",
+        "policy-gradient part of train/loss, summed as it is: the same where the loss has no other part",
+        "its level says little; spikes say trouble",
+    ),
     Metric("train/grad_norm", "1", "gradient norm before clipping", "spikes: lower the learning rate"),
     Metric("train/lr", "1", "learning rate of the last train step", "follows the schedule"),
     Metric(
@@ -151,8 +169,18 @@ TRAIN = (
         "lower",
     ),
     Metric("train/num_tokens", "tokens", "tokens in the step's train batch, prompts included", "the work of the step"),
-    Metric("train/num_train_steps", "train steps", "optimizer updates in the step", "more than 1: off-policy updates"),
-    Metric("train/num_micro_batches", "micro-batches", "forward passes of a rank in the step", "fewer is faster"),
+    Metric(
+        "train/num_train_steps",
+        "train steps",
+        "optimizer updates of the policy in the step",
+        "more than 1: off-policy updates; 0: the critic warms up",
+    ),
+    Metric(
+        "train/num_micro_batches",
+        "micro-batches",
+        "forward passes of a rank in the step's train steps, the critic's too",
+        "fewer is faster",
+    ),
     Metric(
         "train/forward_only_fraction",
         "fraction",
@@ -181,7 +209,8 @@ OFF_POLICY = (
     Metric(
         "train/mismatch_kl_k1",
         "nats",
-        "mean of rollout minus old log probability: KL from the policy that drew the tokens to the trainer's",
+        "mean of rollout minus old log probability: KL from the policy that drew the tokens to the trainer's. With "
+        "algo.old_logprobs=rollout the trainer's is the current one: of several train steps, moved by those before",
         "unbiased but noisy; below 0 by more than noise: the tokens were not drawn from what the engine says",
     ),
     Metric(
@@ -194,7 +223,8 @@ OFF_POLICY = (
     Metric(
         "train/off_policy_ratio_p01",
         "1",
-        "1st percentile of old over rollout probability (of a sample's, for corrections of sequences)",
+        "1st percentile of old over rollout probability (of a sample's, for corrections of sequences); with "
+        "algo.old_logprobs=rollout of current over rollout probability, as train/mismatch_kl_k1",
         "far below 1: the engine draws tokens that the trainer thinks rare",
     ),
     Metric("train/off_policy_ratio_p50", "1", "median of the same ratio", "should be 1 to a few thousandths"),
@@ -241,7 +271,13 @@ OFF_POLICY = (
 
 CRITIC = (
     Metric("critic/loss", "reward^2", "the loss the critic's optimizer saw", "falling means it learns", "lower"),
-    Metric("critic/value_loss", "reward^2", "squared error of the critic, clipped", "as critic/loss", "lower"),
+    Metric(
+        "critic/value_loss",
+        "reward^2",
+        "squared error of the critic, clipped, summed as critic/loss is",
+        "as critic/loss",
+        "lower",
+    ),
     Metric("critic/value_clip_fraction", "fraction", "values whose move was clipped", "above 0.2: steps are too large"),
     Metric("critic/value_mean", "reward", "mean value over trained tokens", "should follow critic/return_mean"),
     Metric("critic/return_mean", "reward", "mean target over trained tokens", "follows reward/mean"),
@@ -274,7 +310,11 @@ SFT = (
 
 WEIGHT_SYNC = (
     Metric(
-        "weight_sync/time_s", "s", "from pausing the engines to continuing them", "engines stand still so long", "lower"
+        "weight_sync/time_s",
+        "s",
+        "from pausing the engines to continuing them; with the sync after a checkpoint that took their memory",
+        "engines stand still so long",
+        "lower",
     ),
     Metric("weight_sync/num_bytes", "bytes", "weights sent to each engine", "constant for one model and precision"),
     Metric("weight_sync/weight_version", "1", "version of the weights the engines serve", "rises by one a sync"),

@@ -208,8 +208,17 @@ def _to_logged_run(client: Any, run: Any, metrics: Sequence[str]) -> LoggedRun:
         run_id=run.info.run_id,
         status=run.info.status,
         params={**run.data.params, **changed},
-        records=tuple(MetricRecord(step, times[step] / 1000, steps[step]) for step in sorted(steps)),
+        records=tuple(MetricRecord(step, times[step] / 1000, steps[step]) for step in _list_valid(times)),
     )
+
+
+def _list_valid(times: Mapping[int, int]) -> list[int]:
+    """Steps that no resume took back: MLflow forgets nothing, but what an earlier attempt did beyond is older."""
+    valid: list[int] = []
+    for step in sorted(times):
+        if not valid or times[step] >= times[valid[-1]]:
+            valid.append(step)
+    return valid
 
 
 def _to_value(stored: float) -> float:

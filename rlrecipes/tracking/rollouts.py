@@ -61,10 +61,10 @@ class RolloutRecord:
         step: completed when it was logged.
         purpose: training or evaluation.
         dataset: that was asked.
-        num_rollouts: of the collection.
-        failures: reason -> rollouts that failed or were aborted for it.
+        num_rollouts: of the collection, those of dropped groups included.
+        failures: reason -> of these, those that failed or were aborted for it.
         filtered: reason -> groups dropped for it.
-        kept: a few of them.
+        kept: a few of those that no filter dropped.
     """
 
     step: int
@@ -77,7 +77,12 @@ class RolloutRecord:
 
 
 def build_record(
-    step: int, purpose: Purpose, dataset: str, groups: Sequence[Group], filtered: Mapping[str, int] | None = None
+    step: int,
+    purpose: Purpose,
+    dataset: str,
+    groups: Sequence[Group],
+    filtered: Mapping[str, int] | None = None,
+    dropped: Sequence[Group] = (),
 ) -> RolloutRecord:
     """Choose what is kept of a collection: the first rollouts, then of the others the best, then the worst.
 
@@ -87,8 +92,9 @@ def build_record(
         dataset: that was asked.
         groups: rewarded; one or more.
         filtered: reason -> groups dropped for it.
+        dropped: these groups: their failures count too.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rollouts = [rollout for group in (*groups, *dropped) for rollout in group.rollouts]
     bad = [r for r in rollouts if r.status in (RolloutStatus.FAILED, RolloutStatus.ABORTED)]
     failures = Counter(shorten(r.reason or str(r.status), 500, "cut") for r in bad)
     return RolloutRecord(

@@ -289,7 +289,8 @@ class LossSums:
     Attributes:
         loss: sum of loss_weights x loss over trained tokens.
         num_tokens: trained tokens.
-        sums: metric -> sum over trained tokens; of one whose name ends ``_counts``, all its counts.
+        sums: metric -> sum over trained tokens; of one whose name ends ``_loss``, x loss_weights as the loss is; of one
+            whose name ends ``_counts``, all its counts.
         maxima: metric whose name ends ``_max`` -> largest over trained tokens; -inf where there are none.
     """
 
@@ -303,13 +304,15 @@ def build_train_step(reader: Reader, objective: Objective) -> Callable[[Iterator
     """Build a forward step whose loss is the sum of loss_weights x the objective's loss over trained tokens."""
 
     def compute_loss(inputs: Inputs, out: Tensor) -> tuple[Tensor, Tensor, LossSums]:
-        mask = inputs.batch["loss_mask"]
+        mask, weights = inputs.batch["loss_mask"], inputs.batch["loss_weights"]
         loss, metrics = objective(*reader.read(inputs, out))
-        total = torch.where(mask, loss * inputs.batch["loss_weights"], 0.0).sum()
+        total = torch.where(mask, loss * weights, 0.0).sum()
         num_tokens = mask.sum(dtype=torch.int)
         with torch.no_grad():
             sums = {
-                n: torch.where(mask, m, 0.0).sum() for n, m in metrics.items() if not n.endswith(("_max", "_counts"))
+                n: torch.where(mask, m * weights if n.endswith("_loss") else m, 0.0).sum()
+                for n, m in metrics.items()
+                if not n.endswith(("_max", "_counts"))
             }
             sums |= {n: m for n, m in metrics.items() if n.endswith("_counts")}
             maxima = {n: torch.where(mask, m, -torch.inf).max() for n, m in metrics.items() if n.endswith("_max")}

@@ -305,8 +305,9 @@ class TrainerRank:
 
         Returns:
             On every rank the same: ``loss``, ``grad_norm`` (before clipping), ``lr``, ``num_tokens`` (trained, of all
-            ranks), and the objective's metrics averaged over trained tokens (those named ``_max``: the largest). On
-            GPUs ``gpu_allocated_bytes_max`` too: what torch had allocated at once, on the fullest rank.
+            ranks), and the objective's metrics averaged over trained tokens (those named ``_max``: the largest; those
+            named ``_loss``: summed like the loss). On GPUs ``gpu_allocated_bytes_max`` too: what torch had allocated
+            at once, on the fullest rank.
 
         Raises:
             TrainerError: loss or gradient is not finite; on every rank, and no weight was changed.

@@ -18,7 +18,7 @@ def reduce_metrics(found: list[LossSums]) -> dict[str, float]:
 
     Returns:
         On every rank the same: ``loss``, ``num_tokens`` (trained), and the objective's metrics averaged over trained
-        tokens (those named ``_max``: the largest).
+        tokens (those named ``_max``: the largest; those named ``_loss``: summed like the loss).
     """
     metrics: list[dict[str, float]] = [{}]
     if parallel_state.is_pipeline_last_stage():
@@ -41,7 +41,11 @@ def _reduce_over_replicas(found: list[LossSums], group: dist.ProcessGroup) -> di
     loss, num_tokens, *totals = torch.split(sums.cpu(), [part.numel() for part in parts[0]])
     metrics = {"loss": float(loss), "num_tokens": float(num_tokens)}
     divisor, added = max(metrics["num_tokens"], 1.0), dict(zip(names, totals, strict=True))
-    metrics |= {name: float(total) / divisor for name, total in added.items() if not name.endswith("_counts")}
+    metrics |= {
+        name: float(total) / (1.0 if name.endswith("_loss") else divisor)
+        for name, total in added.items()
+        if not name.endswith("_counts")
+    }
     if "off_policy_log_ratio_counts" in added:
         metrics |= compute_off_policy_summary(
             counts=added["off_policy_log_ratio_counts"],

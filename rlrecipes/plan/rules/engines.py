@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from rlrecipes.config.schema import ModelShapes, RunConfig, ServerGroupConfig
@@ -91,6 +92,25 @@ def open_groups_fill_their_gpus(facts: Facts) -> Iterator[Found]:
             yield Found(f"{where}.num_engines", problem, f"use {count} to leave them idle, or another gpus_per_engine")
 
 
+@fact_rule(f"{GROUP}.gpus_per_engine", f"{GROUP}.pipeline_parallel_size", fix="use whole nodes of one size")
+def engine_fills_its_nodes_evenly(facts: Facts) -> Iterator[Found]:
+    """SGLang gives each node of an engine as many ranks, and either whole stages or an even part of one."""
+    told: set[str] = set()
+    for (model, name, _), devices in facts.placement.engines.items():
+        where = f"topology.served_models.{model}.server_groups.{name}"
+        group = facts.config.topology.served_models[model].server_groups[name]
+        sizes = list(Counter(device.node for device in devices).values())
+        if len(sizes) == 1 or group.worker_type == "placeholder" or where in told:
+            continue
+        told.add(where)
+        pp, gpus, num_nodes = group.pipeline_parallel_size, group.gpus_per_engine, len(sizes)
+        if len(set(sizes)) > 1:
+            yield Found(f"{where}.gpus_per_engine", f"is {gpus}, of which its nodes have {', '.join(map(str, sizes))}")
+        elif pp % num_nodes and num_nodes % pp:
+            problem = f"is {pp}, over {num_nodes} nodes: neither divides the other"
+            yield Found(f"{where}.pipeline_parallel_size", problem, "use a multiple of the nodes, or a divisor")
+
+
 @shape_rule(f"{GROUP}.gpus_per_engine", fix="lower it, or raise attention_data_parallel_size or pipeline_parallel_size")
 def engine_tp_divides_heads(config: RunConfig, shapes: ModelShapes) -> Iterator[Found]:
     """SGLang gives every rank the same query heads; key and value heads are split evenly or copied evenly."""
@@ -138,6 +158,7 @@ RULES = (
     engine_pp_divides_gpus,
     engine_tp_is_split_evenly,
     open_groups_fill_their_gpus,
+    engine_fills_its_nodes_evenly,
     engine_tp_divides_heads,
     engine_tp_divides_widths,
     engine_stage_has_a_layer,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from rlrecipes.config.schema import GenerateConfig, ModelShapes, RunConfig
 from rlrecipes.plan.inventory import to_count
+from rlrecipes.plan.nodes import Plan
 from rlrecipes.plan.packing import compute_micro_batch_multiple
 from rlrecipes.plan.rules.engines import list_trained
 from rlrecipes.plan.rules.rule import GROUP, Found, list_groups, rule, shape_rule
@@ -16,11 +17,21 @@ ENGINE_MARGIN_TOKENS = 8
 """SGLang ends an answer 2 tokens before the context is full, and takes no prompt that leaves fewer than 7 there."""
 
 
-def compute_longest(config: RunConfig) -> int:
-    """Tokens of the longest rollout that a recipe allows, of training and evaluation.
+def compute_longest_sample(config: RunConfig) -> int:
+    """Tokens of the longest rollout that reaches the trainer, which evaluation's never do.
 
     Args:
         config: the recipe.
+    """
+    response = config.rollout.generate.compute_response_tokens(config.rollout.sampling.max_new_tokens)
+    return config.data.max_prompt_tokens + response
+
+
+def compute_longest(config: RunConfig | Plan) -> int:
+    """Tokens of the longest rollout that a recipe allows, of training and evaluation.
+
+    Args:
+        config: the recipe, or its Plan.
     """
     most_new = max(sampling.max_new_tokens for _, sampling in list_sampling(config))
     return config.data.max_prompt_tokens + config.rollout.generate.compute_response_tokens(most_new)
@@ -59,7 +70,7 @@ def engines_finish_every_rollout(config: RunConfig, shapes: ModelShapes) -> Iter
 @rule("parallel.max_tokens_per_micro_batch", fix="raise it")
 def micro_batch_holds_the_longest_sample(config: RunConfig) -> Iterator[Found]:
     """A sample is never split over micro-batches, nor cut."""
-    parallel, longest = config.parallel, compute_longest(config)
+    parallel, longest = config.parallel, compute_longest_sample(config)
     cp = parallel.context_parallel_size
     multiple = compute_micro_batch_multiple(parallel.tensor_model_parallel_size, cp, parallel.sequence_parallel)
     needed = math.ceil(longest / multiple) * multiple // cp  # the multiple is one of CP

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlrecipes.config.schema import RlConfig, RunConfig, SamplingConfig
+from rlrecipes.plan.nodes import Plan
 from rlrecipes.plan.rules.rule import GROUP, Found, list_groups, rl_rule, rule
 
 _GREEDY_TEMPERATURE = 1e-6
@@ -13,11 +14,11 @@ _UNSCALED = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _SECTIONS = ("rollout.sampling", "rollout.evaluation.sampling")
 
 
-def list_sampling(config: RunConfig) -> Iterator[tuple[str, SamplingConfig]]:
+def list_sampling(config: RunConfig | Plan) -> Iterator[tuple[str, SamplingConfig]]:
     """Path and section of training's and of evaluation's sampling.
 
     Args:
-        config: the recipe.
+        config: the recipe, or its Plan.
     """
     return zip(_SECTIONS, (config.rollout.sampling, config.rollout.evaluation.sampling), strict=True)
 

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlrecipes.config.schema import RunConfig
+from rlrecipes.config.schema import OptimConfig, RlConfig, RunConfig
 from rlrecipes.plan.rules.rule import GROUP, Found, list_groups, rule
 from rlrecipes.suggest import did_you_mean
 from rlrecipes.tracking.metrics import find_metric, iterate_metrics
 
 
-@rule("optim.min_lr", fix="lower it")
+def _list_optimizers(config: RunConfig) -> Iterator[tuple[str, OptimConfig, int]]:
+    """Path, section and train steps of the policy's optimizer and of the critic's, which may begin alone."""
+    schedule = config.schedule
+    critic = config.algo.critic if isinstance(config.algo, RlConfig) else None
+    num_policy_steps = max(0, schedule.num_steps - (critic.num_warmup_steps if critic else 0))
+    yield "optim", config.optim, num_policy_steps * schedule.num_train_steps
+    if critic is not None:
+        yield "algo.critic.optim", critic.optim, schedule.num_steps * schedule.num_train_steps
+
+
+@rule("optim.min_lr", "algo.critic.optim.min_lr", fix="lower it")
 def learning_rate_decays(config: RunConfig) -> Iterator[Found]:
     """A decay ends below its peak."""
-    if config.optim.min_lr > config.optim.lr:
-        yield Found("optim.min_lr", f"is {config.optim.min_lr}, above lr={config.optim.lr}")
+    for where, optim, _ in _list_optimizers(config):
+        if optim.min_lr > optim.lr:
+            yield Found(f"{where}.min_lr", f"is {optim.min_lr}, above lr={optim.lr}")
 
 
-@rule("optim.num_warmup_train_steps", fix="lower it")
+@rule("optim.num_warmup_train_steps", "algo.critic.optim.num_warmup_train_steps", fix="lower it")
 def warmup_ends_within_the_run(config: RunConfig) -> Iterator[Found]:
-    """A warm-up that is longer than the run never reaches the learning rate."""
-    total = config.schedule.num_steps * config.schedule.num_train_steps
-    if config.optim.num_warmup_train_steps > total:
-        problem = f"is {config.optim.num_warmup_train_steps}; the run has {total} train steps"
-        yield Found("optim.num_warmup_train_steps", problem)
+    """A warm-up that is longer than what its model trains never reaches the learning rate."""
+    for where, optim, total in _list_optimizers(config):
+        if optim.num_warmup_train_steps > total:
+            problem = f"is {optim.num_warmup_train_steps}; its model has {total} train steps"
+            yield Found(f"{where}.num_warmup_train_steps", problem)
 
 
 @rule("deterministic", f"{GROUP}.engine", fix="use topology.device=cpu and engine=embedded, or deterministic=false")

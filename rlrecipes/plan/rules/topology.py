@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,15 @@ from typing import Any
 from rlrecipes.config.schema import RunConfig
 from rlrecipes.plan.nodes import POLICY
 from rlrecipes.plan.rules.rule import GROUP, MODEL, Found, list_groups, list_models, rule
+
+_OF_STARTED: Mapping[str, Any] = {
+    **dict.fromkeys(("gpus_per_engine", "pipeline_parallel_size"), 1),
+    **dict.fromkeys(("attention_data_parallel_size", "expert_parallel_size"), 1),
+    "python": None,
+    "env": {},
+}
+"""What only an engine that the run starts is given -> what says nothing. Not ``sglang``: a group that is made external
+on the command line keeps what it had of it, since no word there empties a section."""
 
 
 @rule("topology.served_models", fix=f"name the model being trained {POLICY}")
@@ -121,6 +131,23 @@ def external_engines_have_urls(config: RunConfig) -> Iterator[Found]:
             yield Found(f"{where}.urls", problem)
 
 
+@rule(
+    f"{GROUP}.num_engines",
+    *(f"{GROUP}.{name}" for name in _OF_STARTED),
+    fix="leave it as server_group=external has it",
+)
+def external_engines_are_as_others_made_them(config: RunConfig) -> Iterator[Found]:
+    """Engines that others run are asked what they are; what only a start can give them would do nothing."""
+    for where, _, group in list_groups(config):
+        if group.engine != "external":
+            continue
+        if group.num_engines not in (None, len(group.urls)):
+            yield Found(f"{where}.num_engines", f"is {group.num_engines}; urls has {len(group.urls)}", "use null")
+        for name, idle in _OF_STARTED.items():
+            if getattr(group, name) != idle:
+                yield Found(f"{where}.{name}", "is of engines that the run starts", f"use {json.dumps(idle)}")
+
+
 @rule(f"{GROUP}.urls", fix="write http://host:port, each once")
 def urls_are_addresses(config: RunConfig) -> Iterator[Found]:
     """A router adds the path of each request; an engine named twice would be asked and updated twice."""
@@ -152,6 +179,7 @@ RULES = (
     caches_known_to_nixl_stay,
     embedded_engine_is_one_cpu_process,
     external_engines_have_urls,
+    external_engines_are_as_others_made_them,
     urls_are_addresses,
     interpreter_exists,
 )

@@ -36,6 +36,18 @@ def engines_of_others_are_reached(config: RunConfig) -> Iterator[Found]:
             yield Found("weight_sync.transport", problem)
 
 
+@rule("weight_sync.transport", fix="use weight_sync=disk, or distributed for engines on the trainer's host")
+def handles_are_of_gpus_that_are_known(config: RunConfig) -> Iterator[Found]:
+    """On GPUs transport tensor hands over handles of memory, and nobody knows on which GPU an engine of others lies."""
+    if config.topology.device != "cuda" or config.weight_sync.transport != "tensor":
+        return
+    for where, _, model in list_models(config):
+        is_others = model.num_joining_engines > 0 or any(group.urls for group in model.server_groups.values())
+        if model.is_updated and is_others:
+            problem = f"is tensor; {where} has engines of others, and nobody knows their GPUs"
+            yield Found("weight_sync.transport", problem)
+
+
 @fact_rule("weight_sync.transport", fix="use weight_sync=distributed or disk, or place them on the trainer's GPUs")
 def shared_memory_reaches_every_engine(facts: Facts) -> Iterator[Found]:
     """Transport tensor hands over memory of a GPU, or of a host: an engine takes it only where a trainer rank is."""
@@ -67,6 +79,7 @@ def an_engine_tells_one_weight_version(config: RunConfig) -> Iterator[Found]:
 RULES = (
     nccl_joins_gpus_that_nobody_shares,
     engines_of_others_are_reached,
+    handles_are_of_gpus_that_are_known,
     shared_memory_reaches_every_engine,
     an_engine_tells_one_weight_version,
 )

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from rlrecipes.algos.agreement import compute_log_ratio_counts
 from rlrecipes.algos.objective import compute_custom_objective, compute_policy_objective, compute_sft_objective
 from rlrecipes.algos.off_policy import OffPolicy
 from rlrecipes.errors import ContractError
@@ -66,6 +67,7 @@ OBJECTIVES = {
         distillation_topk_coef=0.7,
         **OPTIONS,
     ),
+    "of_the_engine": partial(compute_policy_objective, old_is_rollout=True, **OPTIONS),
     "sft": compute_sft_objective,
     "custom": CUSTOM,
 }
@@ -110,6 +112,25 @@ def test_terms_add_up_in_value_and_gradient():
     for name, values in expected.items():
         assert not metrics[name].requires_grad
         torch.testing.assert_close(metrics[name][MASK], torch.tensor(values), rtol=1e-5, atol=1e-6)
+
+
+def test_old_logprobs_of_the_engine_hide_no_mismatch_and_leave_the_loss():
+    batch = BATCH | {"old_logprobs": BATCH["rollout_logprobs"]}
+    plain, found = (run(batch, old_is_rollout=old_is_rollout, **OPTIONS) for old_is_rollout in (False, True))
+    assert all(torch.equal(one, other) for one, other in zip(plain[:3], found[:3], strict=True))
+    # Tokens 1 and 2: current - rollout is .3 and -.1.
+    expected = {
+        "mismatch_kl_k1": [-0.3, 0.1],
+        "mismatch_kl_k3": [math.exp(0.3) - 1 - 0.3, math.exp(-0.1) - 1 + 0.1],
+        "off_policy_weight_mean": [1.0, 1.0],
+    }
+    for name, values in expected.items():
+        torch.testing.assert_close(found[3][name][MASK], torch.tensor(values), rtol=1e-5, atol=1e-6)
+        assert not found[3][name].requires_grad
+    counts = compute_log_ratio_counts(log_ratios=torch.tensor([0.3, -0.1]), loss_mask=torch.tensor([True, True]))
+    assert torch.equal(found[3]["off_policy_log_ratio_counts"], counts)
+    moved = {"mismatch_kl_k1", "mismatch_kl_k3", "off_policy_log_ratio_counts"}
+    assert all(torch.equal(metric, plain[3][name]) for name, metric in found[3].items() if name not in moved)
 
 
 @pytest.mark.parametrize("poison", [math.nan, 1e9, -1e9, math.inf])
@@ -300,8 +321,9 @@ def test_sft_objective_is_the_negative_logprob_of_trained_tokens():
     loss, gradient, _, metrics = run(objective=compute_sft_objective)
     torch.testing.assert_close(loss, torch.tensor([0.0, 1.0, 2.0, 0.0]))
     assert gradient.tolist() == [0.0, -1.0, -1.0, 0.0]
-    assert set(metrics) == {"entropy"}
-    assert run(entropy=None, objective=compute_sft_objective)[3] == {}
+    assert set(metrics) == {"nll", "entropy"}
+    assert metrics["nll"].tolist() == [0.0, 1.0, 2.0, 0.0] and not metrics["nll"].requires_grad
+    assert set(run(entropy=None, objective=compute_sft_objective)[3]) == {"nll"}
 
 
 def test_a_monitored_kl_cannot_spoil_the_loss():

@@ -17,7 +17,7 @@ _TELLING = ("native.py", "families.py")
 _ACTING = ("cluster.py", "commands.py", "facts.py", "hosts.py", "nodes.py", "placement.py", "serving.py")
 """Modules of the Plan that make something of a value that runs; the others hold, judge or predict."""
 _PREDICTED = {
-    *(f"GpuConfig.{name}" for name in ("bf16_flops_per_s", "fp8_flops_per_s", "hbm_bytes_per_s", "nvlink_bytes_per_s")),
+    *(f"GpuConfig.{name}" for name in ("fp8_flops_per_s", "hbm_bytes_per_s", "nvlink_bytes_per_s")),
     "RunConfig.calibration",
 }
 """Keys of which only figures are made."""

@@ -462,6 +462,15 @@ def test_a_cache_without_room_for_one_rollout_is_a_problem():
     assert "one longest rollout has 9216" in problem.problem
 
 
+def test_a_rollout_of_evaluation_needs_room_in_the_cache_and_none_in_the_trainer():
+    words = (*SMALL, f"+{MAIN}.sglang.max_total_tokens=10000", "rollout.evaluation.sampling.max_new_tokens=10000")
+    inputs = inputs_of(*words)
+    (problem,) = find_memory_problems(inputs, CONSTANTS, compute_memory(inputs, CONSTANTS))
+    assert "holds 10000 tokens; one longest rollout has 11024" in problem.problem
+    assert "evaluation" in problem.fix
+    assert inputs.max_prompt_tokens + inputs.max_new_tokens == 9216
+
+
 def test_a_stage_without_layers_and_a_model_without_cache_divide_nothing_by_zero():
     inputs = inputs_of(*APART)
     shapes = inputs.shapes.model_copy(update={"num_layers": 3})

@@ -13,8 +13,9 @@ from rlrecipes.plan.resolve import resolve
 
 HOSTS = (HostNode(name="here", num_cpus=2, num_gpus=0, memory_bytes=1 << 34),)
 POLICY = "topology.served_models.policy"
-SERVER = f"{POLICY}.server_groups.main.sglang"
-REAL = ("topology=sglang_cpu", f"{POLICY}.server_groups.main.python=null")
+GROUP = f"{POLICY}.server_groups.main"
+SERVER = f"{GROUP}.sglang"
+REAL = ("topology=sglang_cpu", f"{GROUP}.python=null")
 
 
 def plan_of(*overrides, **kwargs):
@@ -47,12 +48,28 @@ def test_options_that_any_server_refuses(topology):
         "port=70000": "below 65536",
         "model_path=x": "set model.path",
         "model=x": "set model.path",
-        "tp_size=2": f"set {POLICY}.server_groups.main.gpus_per_engine",
-        "tensor-parallel-size=2": f"set {POLICY}.server_groups.main.gpus_per_engine",
+        "tp_size=2": f"set {GROUP}.gpus_per_engine",
+        "tensor-parallel-size=2": f"set {GROUP}.gpus_per_engine",
         "random_seed=2": "set seed",
         "dtype=float32": "set model.dtype",
         "device=cpu": "set topology.device",
         "host=0.0.0.0": "remove it",
+        "pp_size=2": f"set {GROUP}.pipeline_parallel_size",
+        "dp_size=2": f"set {GROUP}.attention_data_parallel_size",
+        "enable_dp_attention=true": f"set {GROUP}.attention_data_parallel_size",
+        "ep_size=2": f"set {GROUP}.expert_parallel_size",
+        "nnodes=2": "the Plan lays engines over nodes",
+        "node_rank=0": "the Plan lays engines over nodes",
+        "dist_init_addr=a:1": "the Plan lays engines over nodes",
+        "base_gpu_id=1": "the Plan gives every engine its GPUs",
+        "gpu_id_step=2": "the Plan gives every engine its GPUs",
+        "disaggregation_mode=decode": f"set {GROUP}.worker_type",
+        "disaggregation_bootstrap_port=3000": "the run finds a free port",
+        "encoder_only=true": f"set {GROUP}.worker_type",
+        "language_only=true": "worker_type=encoder",
+        "encoder_urls=[a]": "worker_type=encoder",
+        "enable_memory_saver=true": "set topology.should_offload_engines",
+        "enable-weights-cpu-backup=true": "set topology.should_offload_engines",
     }
     check(SERVER, table, *topology)
 
@@ -77,6 +94,10 @@ def test_options_that_the_real_sglang_refuses():
         "dllm_fdfo=false": "write no_dllm_fdfo: true",
         "config=server.yaml": "write the options of that file here",
         "lora_target_modules=[q_proj,q_prj]": "did you mean 'q_proj'?",
+        "pipeline_parallel_size=2": f"set {GROUP}.pipeline_parallel_size",
+        "data-parallel-size=2": f"set {GROUP}.attention_data_parallel_size",
+        "ep=2": f"set {GROUP}.expert_parallel_size",
+        "nccl_init_addr=a:1": "the Plan lays engines over nodes",
     }
     check(SERVER, table, *REAL)
 
@@ -96,6 +117,9 @@ def test_options_that_the_router_refuses():
         "port=99999": "below 65536",
         "request_timeout_secs=3": "set rollout.request_timeout_s",
         "worker_urls=[a]": "server_groups",
+        "pd_disaggregation=true": "set worker_type",
+        "prefill=[a]": "set worker_type",
+        "decode=[a]": "set worker_type",
     }
     check(f"{POLICY}.router", table)
 

@@ -8,6 +8,7 @@ import pytest
 from rlrecipes.batching.grid import build_grid
 from rlrecipes.config.compose import compose
 from rlrecipes.errors import ConfigError
+from rlrecipes.plan.layouts import iter_parallel
 from rlrecipes.plan.nodes import HostNode
 from rlrecipes.plan.packing import compute_micro_batch_multiple, compute_sample_multiple
 from rlrecipes.plan.resolve import resolve
@@ -28,6 +29,14 @@ def problems_of(*overrides):
     with pytest.raises(ConfigError) as caught:
         plan_of(*overrides)
     return {problem.where: problem for problem in caught.value.problems}
+
+
+def test_micro_batches_are_searched_for_the_longest_sample_of_training():
+    same, longer = (compose([f"rollout.evaluation.sampling.max_new_tokens={tokens}"]).config for tokens in (16, 64))
+    shapes = plan_of().model.shapes
+    found = [*iter_parallel(longer, shapes, 2, 2)]
+    assert found == [*iter_parallel(same, shapes, 2, 2)]
+    assert min(layout.max_tokens_per_micro_batch * layout.context_parallel_size for layout in found) == 32
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ GAE = {"algo.estimator": "gae", "algo.baseline": "none", "algo.normalize_std": F
 OWN_LOSS = {"algo.policy_loss": "rlrecipes.algos.policy_loss:compute_policy_loss"}
 APART, COLOCATED, PD = ("topology=disaggregated",), ("topology=colocated",), ("topology=pd",)
 EXTERNAL = ("topology=external", f"{MAIN}.urls=[http://localhost:3000]")
+ROUTER_ONLY = ("topology=router_only",)
 MOE = ("model=qwen3_30b_a3b", "topology=disaggregated")
+CRITIC_OPTIM = "algo.critic.optim"
 GROUPS = {"model.shapes.num_query_groups": 4}
 BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 OPD = ("algo=opd",)
@@ -174,6 +177,9 @@ CASES = [
          {CP: 2, "data.max_prompt_tokens": 17, "parallel.max_tokens_per_micro_batch": 18}, told="at least 18"),
     Case("micro_batch_holds_the_longest_sample", "parallel.max_tokens_per_micro_batch",
          {"parallel.max_tokens_per_micro_batch": 111}, {"parallel.max_tokens_per_micro_batch": 112}, TURNS),
+    Case("micro_batch_holds_the_longest_sample", "parallel.max_tokens_per_micro_batch",
+         {"parallel.max_tokens_per_micro_batch": 32, MAX_NEW: 17},
+         {"parallel.max_tokens_per_micro_batch": 32, EVAL_NEW: 17}),
     Case("engines_hold_the_longest_rollout", f"{SGLANG}.max_total_tokens", {f"{SGLANG}.max_total_tokens": 39},
          {f"{SGLANG}.max_total_tokens": 40}, told="has 32 tokens use at least 40"),
     Case("engines_hold_the_longest_rollout", f"{SGLANG}.context_length",
@@ -203,6 +209,19 @@ CASES = [
     Case("embedded_engine_is_one_cpu_process", f"{MAIN}.worker_type", {f"{MAIN}.worker_type": "prefill"}, {}),
     Case("external_engines_have_urls", f"{MAIN}.urls", {f"{MAIN}.urls": []}, {}, EXTERNAL, (1,), "nobody is there"),
     Case("external_engines_have_urls", f"{MAIN}.urls", {f"{MAIN}.urls": ["http://a:1"]}, {}),
+    Case("external_engines_are_as_others_made_them", f"{MAIN}.num_engines", {f"{MAIN}.num_engines": 2},
+         {f"{MAIN}.num_engines": 1}, EXTERNAL, (1,), "is 2; urls has 1"),
+    *(
+        Case("external_engines_are_as_others_made_them", f"{MAIN}.{key}", {f"{MAIN}.{key}": value}, {}, EXTERNAL, (1,))
+        for key, value in (
+            *((size, 2) for size in ("gpus_per_engine", "pipeline_parallel_size", "attention_data_parallel_size",
+                                     "expert_parallel_size")),
+            ("python", sys.executable),
+            ("env", {"A": "b"}),
+        )
+    ),
+    Case("external_engines_are_as_others_made_them", f"{MAIN}.env",
+         {f"{MAIN}.env": {"A": "b"}}, {f"{MAIN}.env": {"A": "b"}, f"{MAIN}.engine": "sglang"}, EXTERNAL, (2,)),
     Case("urls_are_addresses", f"{MAIN}.urls", {f"{MAIN}.urls": ["a:1"]}, {}, EXTERNAL, (1,)),
     Case("urls_are_addresses", f"{MAIN}.urls", {f"{MAIN}.urls": ["http://a:1", "http://a:1"]},
          {f"{MAIN}.urls": ["http://a:1", "http://a:2"]}, EXTERNAL, (1,), "twice"),
@@ -232,6 +251,16 @@ CASES = [
          {f"{MAIN}.gpus_per_engine": 2, f"{MAIN}.num_engines": 3}, APART, (8,), "makes 3: 1 of the 7 GPUs"),
     Case("open_groups_fill_their_gpus", f"{MAIN}.num_engines", {f"{MAIN}.gpus_per_engine": 2, DP: 3},
          {f"{MAIN}.gpus_per_engine": 2, DP: 4}, COLOCATED, (8,), "1 of the 3 GPUs"),
+    Case("engine_fills_its_nodes_evenly", f"{MAIN}.gpus_per_engine", {f"{MAIN}.gpus_per_engine": 12},
+         {f"{MAIN}.gpus_per_engine": 16}, APART, (8, 8, 8), "is 12, of which its nodes have 8, 4"),
+    Case("engine_fills_its_nodes_evenly", f"{MAIN}.gpus_per_engine", {f"{MAIN}.gpus_per_engine": 12},
+         {f"{MAIN}.gpus_per_engine": 12, f"{MAIN}.worker_type": "placeholder"}, APART, (8, 8, 8)),
+    Case("engine_fills_its_nodes_evenly", f"{MAIN}.pipeline_parallel_size",
+         {f"{MAIN}.gpus_per_engine": 12, f"{MAIN}.pipeline_parallel_size": 3},
+         {f"{MAIN}.gpus_per_engine": 12, f"{MAIN}.pipeline_parallel_size": 4}, APART, (6, 6, 6), "over 2 nodes"),
+    Case("engine_fills_its_nodes_evenly", f"{MAIN}.pipeline_parallel_size",
+         {f"{MAIN}.gpus_per_engine": 12, f"{MAIN}.pipeline_parallel_size": 2},
+         {f"{MAIN}.gpus_per_engine": 16, f"{MAIN}.pipeline_parallel_size": 2}, APART, (4,) * 5, "over 3 nodes"),
     Case("engine_tp_divides_heads", f"{MAIN}.gpus_per_engine", {f"{MAIN}.gpus_per_engine": 8},
          {f"{MAIN}.gpus_per_engine": 4}, APART, (16,), "num_attention_heads=4"),
     Case("engine_tp_divides_heads", f"{MAIN}.gpus_per_engine", {f"{MAIN}.gpus_per_engine": 8},
@@ -297,6 +326,12 @@ CASES = [
     Case("engines_of_others_are_reached", "weight_sync.transport",
          {f"{MAIN}.urls": ["http://n7:3000"], "weight_sync.transport": "distributed"},
          {f"{MAIN}.urls": ["http://127.0.0.1:3000"], "weight_sync.transport": "distributed"}, EXTERNAL, (1,)),
+    Case("handles_are_of_gpus_that_are_known", "weight_sync.transport", {"weight_sync.transport": "tensor"},
+         {"weight_sync.transport": "distributed"}, EXTERNAL, (1,)),
+    Case("handles_are_of_gpus_that_are_known", "weight_sync.transport", {"weight_sync.transport": "tensor"},
+         {"weight_sync.transport": "tensor", "topology.device": "cpu"}, EXTERNAL, (1,), "nobody knows"),
+    Case("handles_are_of_gpus_that_are_known", "weight_sync.transport", {"weight_sync.transport": "tensor"},
+         {"weight_sync.transport": "tensor", f"{POLICY}.is_updated": False}, ROUTER_ONLY, (1,)),
     Case("shared_memory_reaches_every_engine", "weight_sync.transport",
          {"weight_sync.transport": "tensor", f"{MAIN}.num_engines": 2},
          {"weight_sync.transport": "distributed", f"{MAIN}.num_engines": 2}, APART, (2, 1), "lies on n0:1"),
@@ -383,8 +418,20 @@ CASES = [
     ),
     Case("learning_rate_decays", "optim.min_lr", {"optim.min_lr": 1.1e-6, "optim.lr": 1e-6},
          {"optim.min_lr": 1e-6, "optim.lr": 1e-6}),
+    Case("learning_rate_decays", f"{CRITIC_OPTIM}.min_lr", {f"{CRITIC_OPTIM}.min_lr": 1.1e-5},
+         {f"{CRITIC_OPTIM}.min_lr": 1e-5}, ("algo=ppo",)),
     Case("warmup_ends_within_the_run", "optim.num_warmup_train_steps", {"optim.num_warmup_train_steps": 31},
          {"optim.num_warmup_train_steps": 30}),
+    Case("warmup_ends_within_the_run", "optim.num_warmup_train_steps",
+         {"optim.num_warmup_train_steps": 41, "schedule.num_train_steps": 2, "algo.critic.num_warmup_steps": 10},
+         {"optim.num_warmup_train_steps": 40, "schedule.num_train_steps": 2, "algo.critic.num_warmup_steps": 10},
+         ("algo=ppo",), told="has 40 train steps"),
+    Case("warmup_ends_within_the_run", f"{CRITIC_OPTIM}.num_warmup_train_steps",
+         {f"{CRITIC_OPTIM}.num_warmup_train_steps": 31, "algo.critic.num_warmup_steps": 10},
+         {f"{CRITIC_OPTIM}.num_warmup_train_steps": 30, "algo.critic.num_warmup_steps": 10}, ("algo=ppo",)),
+    Case("warmup_ends_within_the_run", "optim.num_warmup_train_steps",
+         {"optim.num_warmup_train_steps": 1, "algo.critic.num_warmup_steps": 31},
+         {"algo.critic.num_warmup_steps": 31}, ("algo=ppo",), told="has 0 train steps"),
     Case("reruns_can_be_equal", f"{MAIN}.engine", {"deterministic": True, f"{MAIN}.engine": "sglang"},
          {"deterministic": True}),
     # host

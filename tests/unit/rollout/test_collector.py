@@ -67,8 +67,9 @@ def test_dropped_groups_are_replaced_and_who_is_first_does_not_matter(solved, la
     assert sorted(r["request_id"] for r in requests) == sorted(
         f"run-{i}-{s}." for i in range(kept[-1] + 1) for s in (0, 1)
     )
-    num_dropped = sum(collection.num_filtered.get("zero_variance", 0) for collection in collections)
-    assert num_dropped == kept[-1] + 1 - len(kept)
+    dropped = [index for collection in collections for index in indices(collection.dropped)]
+    assert dropped == [index for index in range(kept[-1] + 1) if index in solved]
+    assert all(collection.num_filtered.get("zero_variance", 0) == len(collection.dropped) for collection in collections)
 
 
 class Killed(Exception):
@@ -194,6 +195,13 @@ def test_many_failures_stop_the_run(fraction, is_failing):
         assert len(asyncio.run(collector.collect(4)).groups) == 4
         return
     with pytest.raises(EngineError, match=r"4 of 8 rollouts failed.*\(4\): engine is gone"):
+        asyncio.run(collector.collect(4))
+
+
+def test_failures_of_dropped_groups_count():
+    client = ScriptedClient(answer=fail_when(lambda request_id: request_id.startswith("run-1-")))
+    collector = make_collector(client, filters=(keep_nonzero_variance,), max_failed_fraction=0.2)
+    with pytest.raises(EngineError, match="2 of 8 rollouts failed"):
         asyncio.run(collector.collect(4))
 
 

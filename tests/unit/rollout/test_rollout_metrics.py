@@ -85,3 +85,26 @@ def test_turns_are_counted_a_rollout():
     collection = Collection((Group(prompt, (*rollouts, failed)),), {}, 60, 4.0)
     metrics = compute_rollout_metrics(collection, num_gpus=1, weight_version=3)
     assert (metrics["rollout/mean_turns"], metrics["rollout/max_turns"]) == (2.0, 3)
+
+
+def test_what_is_wrong_with_dropped_groups_shows():
+    kept = make_group(0, 1.0, 0.0, turns=(turn(4, 3, 0.5, 0),))
+    failed = make_group(1, 0.0, 0.0, status=RolloutStatus.FAILED)
+    cut = make_group(2, 0.0, 0.0, turns=(turn(16, 1, 4.0, 2),) * 2, status=RolloutStatus.TRUNCATED)
+    collection = Collection((kept,), {"zero_variance": 2}, 72, 4.0, (failed, cut))
+    metrics = compute_rollout_metrics(collection, num_gpus=1, weight_version=3)
+    expected = {
+        "reward/mean": 1 / 4,
+        "response/mean_tokens": 18.0,
+        "response/truncated_fraction": 1 / 2,
+        "rollout/failed_fraction": 1 / 3,
+        "rollout/zero_variance_fraction": 2 / 3,
+        "rollout/longest_tokens_per_s": 4.0,
+        "rollout/mean_turns": 1.5,
+        "rollout/prefix_cache_hit_fraction": 8 / 12,
+        # What training gets, and no other.
+        "rollout/num_groups": 1,
+        "rollout/num_rollouts": 2,
+        "staleness/max": 0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)

@@ -1,5 +1,6 @@
 """What is looked at before a process starts: served models whose tokens mean something else, and who can be asked."""
 
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -74,9 +75,14 @@ def test_the_runs_gpus_of_this_machine_are_watched(monkeypatch, tmp_path):
     monkeypatch.setattr("rlrecipes.runner.build.read_gpu_use", lambda index: GpuUse(100, index, ()))
     trainer = SimpleNamespace(devices=[SimpleNamespace(node=0, gpu=1), SimpleNamespace(node=1, gpu=0)])
     engine = SimpleNamespace(devices=[SimpleNamespace(node=0, gpu=2)])
+    hosts = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
     plan = SimpleNamespace(trainer=trainer, served_models=[SimpleNamespace(engines=[engine])], run_dir=str(tmp_path))
+    plan.hosts, plan.cluster = hosts, SimpleNamespace(source="slurm")
     metrics = build_system_sampler(plan).take()
     assert metrics["system/gpu_memory_bytes"] == 6 and metrics["system/gpu_use_fraction"] == pytest.approx(0.55)
-    on_cpu = SimpleNamespace(devices=[SimpleNamespace(node=0, gpu=None)])
-    plan = SimpleNamespace(trainer=on_cpu, served_models=[], run_dir=str(tmp_path))
+    plan.cluster.source = "ray"  # a driver may run on any machine, or on none of the run's
+    assert "system/gpu_memory_bytes" not in build_system_sampler(plan).take()
+    monkeypatch.setattr(socket, "gethostname", lambda: "b")
+    assert build_system_sampler(plan).take()["system/gpu_memory_bytes"] == 4
+    plan.trainer = SimpleNamespace(devices=[SimpleNamespace(node=1, gpu=None)])
     assert "system/gpu_memory_bytes" not in build_system_sampler(plan).take()

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from rlrecipes.config.compose import compose
+from rlrecipes.config.schema import RlConfig
 from rlrecipes.errors import TrainerError
 from rlrecipes.plan.nodes import HostNode
 from rlrecipes.plan.resolve import resolve
 from rlrecipes.runner.training import Learner, build_objective
-from rlrecipes.types import Completion, Group, Prompt, Rollout, RolloutStatus, TokenScores, Turn
+from rlrecipes.tracking.metrics import check_metrics
+from rlrecipes.types import Completion, Group, Prompt, Rollout, RolloutStatus, Sample, TokenScores, Turn
 
 HOSTS = (HostNode(name="here", num_cpus=2, num_gpus=0, memory_bytes=1 << 34),)
 LAYOUT = [
@@ -65,20 +67,25 @@ class ScriptedTrainers:
             ]
         if method == "critic_step":
             self.critic_steps.append([mb for replica in range(dp) for mb in rows[replica * tp]])
-            return [{"loss": 0.5, "value_loss": 0.5, "grad_norm": 1.0, "lr": 0.1} for _ in rows]
+            return [self.answer(self.critic_steps, value_loss=0.5, value_mean=4.0) for _ in rows]
         self.train_steps.append([mb for replica in range(dp) for mb in rows[replica * tp]])
         return [
-            {
-                "loss": 1.0,
-                "grad_norm": 2.0,
-                "lr": 0.1,
-                "num_tokens": 3.0,
-                "ratio_max": float(len(self.train_steps)),
-                "rollout_logprob_abs_diff_mean": 0.02,
-                "rollout_logprob_abs_diff_max": 0.3,
-            }
+            self.answer(
+                self.train_steps,
+                **({"entropy": 4.0, "policy_loss": 0.5} if isinstance(self.plan.algo, RlConfig) else {"nll": 4.0}),
+                ratio_max=1.0,
+                rollout_logprob_abs_diff_mean=0.02,
+                rollout_logprob_abs_diff_max=0.3,
+            )
             for _ in rows
         ]
+
+    def answer(self, steps, **metrics):
+        """Metrics of the last of these train steps; all but its tokens grow with their number."""
+        metrics |= {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1}
+        return {name: value * len(steps) for name, value in metrics.items()} | {
+            "num_tokens": float(sum(mb.loss_mask.sum() for mb in steps[-1]))
+        }
 
 
 def group_of(index, rewards, statuses=None, weight_version=0):
@@ -134,8 +141,28 @@ def test_advantages_weights_and_old_logprobs_are_the_definitions():
         value == pytest.approx(-token / 100) for (token, _), value in per_token(trainers, "old_logprobs").items()
     )
     assert metrics["train/num_train_steps"] == 2
-    assert metrics["train/ratio_max"] == 2.0
     assert metrics["train/num_tokens"] == sum(3 + s for _ in GROUPS for s in (0, 1))
+
+
+def test_train_steps_of_a_step_weigh_what_they_trained():
+    failed = {0: RolloutStatus.FAILED}
+    groups = [group_of(index, [1.0, 0.0], failed if index > 1 else None) for index in range(4)]
+    _, metrics = train(plan_of("schedule.num_train_steps=2"), groups)
+    expected = {
+        "entropy": (4 * 6 + 8 * 4) / 10,  # six trained tokens, then four
+        "loss": 1.5,
+        "policy_loss": 0.75,
+        "grad_norm": 3.0,
+        "lr": 0.2,
+        "ratio_max": 2.0,
+        "rollout_logprob_abs_diff_mean": 0.02,  # of the first
+    }
+    assert {name: metrics[f"train/{name}"] for name in expected} == pytest.approx(expected)
+
+    plan = plan_of(*PPO, "schedule.num_train_steps=2", "algo.critic.num_warmup_steps=0")
+    _, metrics = train(plan, groups)
+    expected = {"value_mean": 5.6, "loss": 1.5, "value_loss": 0.75, "grad_norm": 3.0, "lr": 0.2, "num_tokens": 4.0}
+    assert {name: metrics[f"critic/{name}"] for name in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +249,15 @@ def test_the_engines_logprobs_serve_as_old_ones_when_asked():
     assert set(per_token(trainers, "old_logprobs").values()) == {-0.5}
 
 
+@pytest.mark.parametrize(("old", "mismatch"), [("rollout", 0.25), ("recompute", 0.0)])
+def test_where_the_engines_logprobs_are_the_old_ones_the_trainers_own_are_held_against_them(old, mismatch):
+    given = torch.tensor([-0.5])
+    batch = {"advantages": torch.ones(1), "old_logprobs": given, "rollout_logprobs": given}
+    objective = build_objective(plan_of(f"algo.old_logprobs={old}"))
+    _, metrics = objective({"loss_mask": torch.tensor([True]), **batch}, torch.tensor([-0.75]), None)
+    assert metrics["mismatch_kl_k1"].tolist() == [mismatch]
+
+
 def test_failed_rollouts_are_not_trained_and_all_failed_is_an_error():
     failed = {0: RolloutStatus.FAILED}
     groups = [group_of(0, [0.0, 1.0], failed), *GROUPS[1:]]
@@ -242,6 +278,27 @@ def test_a_train_step_whose_rollouts_all_failed_is_passed_over(algo):
     assert not any(np.isnan(value) for value in metrics.values())
 
 
+def train_on_demonstrations(*overrides):
+    """SFT on responses of 1, 1, 2 and 2 tokens."""
+    recipe = compose(["algo=sft", "schedule.prompts_per_step=4", *overrides])
+    plan = resolve(recipe.config, HOSTS, recipe.origins)
+    lengths = (1, 1, 2, 2)
+    samples = [Sample((1, *range(n)), (False, *[True] * n), None, index, 0) for index, n in enumerate(lengths)]
+    return asyncio.run(Learner(plan, ScriptedTrainers(plan)).train_samples(samples))
+
+
+def test_the_loss_of_sft_over_several_train_steps_weighs_their_tokens():
+    metrics = train_on_demonstrations("schedule.num_train_steps=2")
+    assert metrics["sft/loss"] == pytest.approx((4 * 2 + 8 * 4) / 6)
+
+
+@pytest.mark.parametrize("aggregation", ["per_token", "per_sequence"])
+def test_the_loss_of_sft_is_the_nll_of_a_token_however_it_is_weighted(aggregation):
+    metrics = train_on_demonstrations(f"algo.aggregation={aggregation}")
+    assert check_metrics(metrics) == metrics
+    assert (metrics["train/loss"], metrics["sft/loss"], metrics["sft/num_tokens"]) == (1.0, 4.0, 6)
+
+
 PPO = ["algo=ppo", "algo.group_size=2", "algo.whiten_advantages=false"]
 
 
@@ -254,9 +311,11 @@ def test_the_critic_sees_values_and_returns_and_warms_up_alone():
     assert all(value == pytest.approx(-token / 100) for (token, _), value in values.items())
     assert returns[10, 3] == 1.0 and returns[11, 4] == returns[12, 4] == 0.0  # undiscounted: the reward of the rollout
     assert metrics["critic/value_loss"] == 0.5 and metrics["train/num_train_steps"] == 0
+    assert metrics["train/num_micro_batches"] == len(trainers.critic_steps[0]) > 0
     assert "critic/explained_variance" in metrics
     trainers, metrics = train(plan, GROUPS, step=1)
     assert len(trainers.train_steps) == len(trainers.critic_steps) == 1
+    assert metrics["train/num_micro_batches"] == len(trainers.train_steps[0]) + len(trainers.critic_steps[0])
     advantages = per_token(trainers, "advantages")
     assert advantages[10, 3] == pytest.approx(1.0 + 10 / 100)
 

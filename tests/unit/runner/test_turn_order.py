@@ -16,10 +16,13 @@ from rlrecipes.plan.resolve import resolve
 from rlrecipes.runner.faults import StopRequest
 from rlrecipes.runner.loop import Loop, Parts
 from rlrecipes.runner.turns import GpuTurns
+from rlrecipes.types import Group, Prompt, Rollout, RolloutStatus
 
 HOSTS = (HostNode(name="here", num_cpus=2, num_gpus=0, memory_bytes=1 << 34),)
 BOTH = ["topology.should_offload_trainer=true", "topology.should_offload_engines=true"]
 WHOLE = {"weights", "state"}
+PROMPT = Prompt(0, (1,), "p")
+DROPPED = Group(PROMPT, (Rollout(PROMPT, 0, (), "", RolloutStatus.FAILED, 0.0, reason="timeout"),))
 
 
 class Gpu:
@@ -138,6 +141,8 @@ class Work:
         self.run_id = None
         self.saved = []
         self.confirmed = []
+        self.records = []
+        self.logged = {}
 
     def reach(self, where):
         if self.strike == (where, self.gpu.told.count(where)):
@@ -148,7 +153,7 @@ class Work:
         self.gpu.tell("rollout")
         self.reach("rollout")
         await asyncio.sleep(0)
-        return SimpleNamespace(groups=[], num_filtered={})
+        return SimpleNamespace(groups=[], num_filtered={}, dropped=(DROPPED,))
 
     async def train_groups(self, groups, *, step, weight_version):
         await self.gpu.run("train")
@@ -171,6 +176,12 @@ class Work:
         self.reach("eval")
         await asyncio.sleep(0)
         return {}
+
+    def log_metrics(self, step, metrics):
+        self.logged.setdefault(step, {}).update(metrics)
+
+    def log_rollouts(self, record):
+        self.records.append(record)
 
     def __getattr__(self, name):
         return lambda *arguments, **keywords: None
@@ -374,6 +385,29 @@ def test_engines_elsewhere_are_let_alone():
     turns = GpuTurns(plan_of(*BOTH), gpu, serve(Client(gpu), is_colocated=False))
     asyncio.run(turns.put_engines_to_sleep())
     assert gpu.told == []
+
+
+def test_failures_of_groups_that_filters_dropped_are_recorded(monkeypatch):
+    _, _, work = run(monkeypatch, "schedule.num_steps=1")
+    assert [record.failures for record in work.records] == [{"timeout": 1}]
+
+
+def test_a_step_counts_the_seconds_of_its_own_turns(monkeypatch):
+    gpu = Gpu()
+    clock = SimpleNamespace(monotonic=lambda: float(len(gpu.told)))  # whatever is told takes a second
+    monkeypatch.setattr("rlrecipes.runner.turns.time", clock)
+    monkeypatch.setattr("rlrecipes.runner.loop.time", clock)
+    _, _, work = run(monkeypatch, *BOTH, "schedule.num_steps=3", "schedule.save_interval=2", gpu=gpu)
+    handover_s = 4.0  # what of a sync is memory
+    # Neither the sync at the start nor the turn of the checkpoint after the second step.
+    assert [work.logged[step]["time/offload_s"] for step in (1, 2, 3)] == [
+        len(SLEEP) + 1 + handover_s,
+        len(SLEEP) + 1 + handover_s,
+        len(SLEEP) + 1 + 2 * handover_s,
+    ]
+    # The third sends what the checkpoint made engines forget, too.
+    sync_s = float(len([*SYNC, "version", *LEAVE]))
+    assert [work.logged[step]["weight_sync/time_s"] for step in (0, 1, 2, 3)] == [sync_s, sync_s, sync_s, 2 * sync_s]
 
 
 def test_seconds_are_counted_once():

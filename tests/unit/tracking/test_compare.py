@@ -93,7 +93,8 @@ def test_a_server_that_does_not_answer_is_a_run_error():
 
 
 def test_after_a_resume_the_later_value_of_a_step_and_of_a_param_count(mlflow_uri, run_dir, fast_sink):
-    for tp, rewards in ((1, {0: 0.0, 1: 0.1, 2: 0.2}), (2, {2: 0.7})):
+    """What the first attempt did beyond the second's last step was taken back."""
+    for tp, rewards in ((1, {0: 0.0, 1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}), (2, {2: 0.7})):
         tracker = build_tracker(run_dir, mlflow_uri, "exp", "run")
         tracker.log_plan({"tp": tp}, "", "")
         tracker.resume(1)
@@ -102,6 +103,7 @@ def test_after_a_resume_the_later_value_of_a_step_and_of_a_param_count(mlflow_ur
         assert tracker.finish()
     (run,) = load_runs(mlflow_uri)
     assert to_series(run.records, "reward/mean") == {0: 0.0, 1: 0.1, 2: 0.7}
+    assert [record.step for record in run.records] == [0, 1, 2]
     assert run.params == {"tp": "2"}
 
 

@@ -47,6 +47,13 @@ def test_failures_are_counted_by_reason_and_texts_are_cut_visibly():
     assert len(cut) == MAX_TEXT_CHARACTERS and "shortened from 9000 characters" in cut
 
 
+def test_failures_of_dropped_groups_are_counted_and_their_rollouts_not_kept():
+    dropped = [build_group(1, [0.0] * 2, RolloutStatus.FAILED, "timeout")]
+    record = build_record(1, "train", "words", [build_group(0, [0.5, 1.0, 0.2])], {"zero_variance": 1}, dropped)
+    assert record.failures == {"timeout": 2} and record.num_rollouts == 5
+    assert {kept.prompt_index for kept in record.kept} == {0}
+
+
 def test_a_log_survives_a_torn_line_and_forgets_later_steps(tmp_path):
     log = RolloutLog(tmp_path / "rollouts.jsonl")
     for step in range(1, 4):
