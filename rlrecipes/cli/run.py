@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlrecipes.errors import ConfigError, InputError, Interrupted, Pruned, RecipeError
 from rlrecipes.plan.lock import Lock, build_lock, check_lock, read_lock, to_lock_path
 from rlrecipes.plan.nodes import Plan, load_plan
 from rlrecipes.tracking.sweeps import Point, PointState, SweepRecord, find_point, upload_sweep
+
+if TYPE_CHECKING:
+    from rlrecipes.runner.faults import StopRequest
 
 
 def run(arguments: list[str]) -> None:
@@ -43,14 +47,15 @@ def _check(path: Path, plan: Plan, lock: Lock) -> None:
         print(f"  note: {note}", flush=True)
 
 
-def run_and_tell(plan: Plan) -> None:
+def run_and_tell(plan: Plan, stop: StopRequest | None = None) -> None:
     """Run a Plan and say what it left behind; of a point of a sweep, the sweep keeps how it ended.
 
     Args:
         plan: the Plan.
+        stop: takes the signals that come meanwhile.
     """
     with _keep_state(plan):
-        _run_and_tell(plan)
+        _run_and_tell(plan, stop)
 
 
 def describe_failure(error: BaseException) -> str:
@@ -102,13 +107,13 @@ def tell_mlflow(record: SweepRecord, points: Sequence[Point], plan: Plan) -> Non
         print(f"MLflow does not have how the sweep stands: {problem}", flush=True)
 
 
-def _run_and_tell(plan: Plan) -> None:
+def _run_and_tell(plan: Plan, stop: StopRequest | None) -> None:
     print(f"{plan.name}: plan {plan.hash}, run directory {plan.run_dir}", flush=True)
     for note in plan.notes:
         print(f"  note: {note}", flush=True)
     from rlrecipes.runner.run import run_plan
 
-    result = run_plan(plan)
+    result = run_plan(plan, stop)
     for step, accuracy in sorted(result.evaluations.items()):
         print(f"  held-out accuracy after {step} steps: {accuracy:.3f}")
     print(f"{plan.name}: {result.steps} steps done; metrics, curves and report.html in {result.run_dir}")

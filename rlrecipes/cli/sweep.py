@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Literal
 
 from rlrecipes.cli.run import describe_failure, run_and_tell, tell_mlflow
 from rlrecipes.config.compose import ComposedRecipe, compose, config_dirs_of, run_hydra_app
-from rlrecipes.errors import ConfigError, InputError, Problem, RunError
+from rlrecipes.errors import ConfigError, InputError, Interrupted, Problem, RunError
 from rlrecipes.plan.nodes import Plan
+from rlrecipes.runner.faults import StopRequest
 from rlrecipes.runner.resolution import resolve_recipe
 from rlrecipes.tracking.sweeps import Point, PointState, SweepRecord, find_sweep
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+_STOP = StopRequest()
+"""Of this process, where joblib runs points: the one that waits for its workers, or a worker."""
 _FIX = "mend it and rerun the same command: finished points are skipped"
 
 
@@ -109,7 +112,11 @@ def _run_points(
     try:
         tell_mlflow(record, read(), plan)
         naming = _Naming(record, has_pruner=plan.pruner is not None)
-        run_hydra_app(_run_point, arguments, naming, can_submit=can_submit)
+        if "hydra/launcher=joblib" in arguments:
+            with _STOP.left_to_children():
+                run_hydra_app(_run_in_worker, arguments, naming)
+        else:
+            run_hydra_app(_run_point, arguments, naming, can_submit=can_submit)
     finally:
         tell_mlflow(record, read(), plan)
     _tell(read())
@@ -187,7 +194,9 @@ class _Naming:
 
         Raises:
             ConfigError: it is no recipe that can run.
+            Interrupted: a signal came while workers ran points.
         """
+        _STOP.check()
         return self.record.register([_to_point(recipe.overrides, resolve_recipe(recipe))], None)[0]
 
     def __call__(self, overrides: Sequence[str]) -> dict[str, str] | None:
@@ -198,12 +207,26 @@ class _Naming:
         return {"name": point.run_name, "tracking.sweep": self.record.directory.name}
 
 
-def _run_point(recipe: ComposedRecipe) -> None:
-    """One that fails leaves the others to run; its record says why."""
+def _run_point(recipe: ComposedRecipe, stop: StopRequest | None = None) -> None:
+    """One that fails leaves the others to run; its record says why.
+
+    Raises:
+        Interrupted: a signal came; also one that came too late for this point, or while it failed.
+    """
+    stop = stop or StopRequest()
     try:
-        run_and_tell(resolve_recipe(recipe))
+        run_and_tell(resolve_recipe(recipe), stop)
     except Exception as error:
         print(f"{recipe.config.name} failed: {describe_failure(error)}", flush=True)
+    stop.check()
+
+
+def _run_in_worker(recipe: ComposedRecipe) -> None:
+    """In a process of joblib's, which kills all others when one raises: after a signal, points end and none begins."""
+    _STOP.listen()
+    with contextlib.suppress(Interrupted):
+        _STOP.check()
+        _run_point(recipe, _STOP)
 
 
 def _tell(points: Sequence[Point]) -> None:

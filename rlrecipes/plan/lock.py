@@ -149,18 +149,21 @@ def check_lock(saved: Lock, now: Lock, where: Path) -> list[str]:
         ConfigError: a file of model or data is another one.
     """
     fix = f"restore the file, or remove {where} to go on with what is there now"
+    versions = {
+        name: (saved.versions.get(name, "none"), now.versions.get(name, "absent"))
+        for name in sorted(saved.versions.keys() | now.versions.keys())
+        if saved.versions.get(name) != now.versions.get(name)
+    }
+    since = ", ".join(f"{name} {old} is {new} now" for name, (old, new) in versions.items())
+    suffix = f"; since then {since}" if since else ""
     problems = [
-        Problem(f"{kind}.path" if kind == "model" else "data", f"{name} is not the file it was", fix)
+        Problem(f"{kind}.path" if kind == "model" else "data", f"{name} is not the file it was{suffix}", fix)
         for kind, old, new in (("model", saved.model, now.model), ("data", saved.data, now.data))
         for name in _changed(old, new)
     ]
     if problems:
         raise ConfigError.from_problems(problems)
-    return [
-        f"{name} is {now.versions.get(name, 'absent')}; {where} was written with {saved.versions.get(name, 'none')}"
-        for name in sorted(saved.versions.keys() | now.versions.keys())
-        if saved.versions.get(name) != now.versions.get(name)
-    ]
+    return [f"{name} is {new}; {where} was written with {old}" for name, (old, new) in versions.items()]
 
 
 def _changed(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

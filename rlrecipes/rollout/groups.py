@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,27 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
 def is_answered(rollout: Rollout) -> bool:
     """Whether a rollout has an answer that can be trained: neither failed nor aborted."""
     return rollout.status in (RolloutStatus.COMPLETED, RolloutStatus.TRUNCATED)
+
+
+def check_weight_version(groups: Sequence[Group], weight_version: int) -> None:
+    """Refuse answers of an engine that the last weight sync did not reach.
+
+    Args:
+        groups: asked since that sync.
+        weight_version: that it brought.
+
+    Raises:
+        EngineError: an engine answered with other weights.
+    """
+    turns = (turn for group in groups for rollout in group.rollouts for turn in rollout.turns)
+    for found in (turn.completion.weight_version for turn in turns):
+        if found not in (weight_version, -1):  # -1: aborted before an engine began it
+            problem = f"an engine answered with weights of version {found}; the last sync brought {weight_version}"
+            fix = (
+                "it joined its router after the run began, or was restarted: rerun the same command, which sends the"
+                " weights to every engine, after correcting num_joining_engines if it joined late"
+            )
+            raise EngineError("rollout", problem, fix)
 
 
 class FailureTally:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rlrecipes.errors import CheckpointError, ConfigError, Problem, RecipeError
 from rlrecipes.plan.difference import changes_learning, compute_difference, to_portable
 from rlrecipes.plan.nodes import Plan
+from rlrecipes.tracking.log import write_atomically
 
 _STATE_FILE = "state.json"
 
@@ -106,6 +107,22 @@ class CheckpointStore:
             self._set_aside(old)
         self._remove_drafts()
         return final
+
+    def confirm_evaluated(self, step: int) -> None:
+        """Note in a checkpoint that its step has been evaluated since; the trainer's part stays as it is.
+
+        Args:
+            step: of the checkpoint.
+
+        Raises:
+            CheckpointError: its state is damaged, or the disk refuses; the checkpoint is as before.
+        """
+        path = self._root / f"step_{step:08d}"
+        state = self.read_state(path).model_copy(update={"is_evaluation_due": False})
+        try:
+            write_atomically(path / _STATE_FILE, state.model_dump_json().encode())
+        except OSError as error:
+            raise self._explain(path, error) from error
 
     def _set_aside(self, checkpoint: Path) -> None:
         """Give it another name before it is removed: half of one must not be taken for a whole one."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlrecipes.engines.sglang.process import read_log_tail
 from rlrecipes.errors import InputError, RunError
@@ -17,6 +19,7 @@ from rlrecipes.tracking.mlflow_sink import METRICS_FILE
 JOB_FILE, JOB_LOG = "job.json", "job.log"
 """In RUN_DIR/slurm."""
 UNKNOWN = "unknown"
+_LOGGER = logging.getLogger(__name__)
 _TIMEOUT_S = 60.0
 _METRICS_TAIL_BYTES = 1 << 16
 _OVER = (
@@ -62,13 +65,14 @@ class Job:
 
 
 def read_jobs(runs_dir: Path) -> list[Job]:
-    """The last job of every run, the youngest last.
+    """The last job of every run, the youngest last; one whose record cannot be read costs a warning.
 
     Args:
         runs_dir: where run directories lie, or directories of them.
     """
     files = [*runs_dir.glob(f"*/slurm/{JOB_FILE}"), *runs_dir.glob(f"*/*/slurm/{JOB_FILE}")]
-    records = [(json.loads(file.read_text(encoding="utf-8")), file.parent) for file in files]
+    found = [(_read_record(file), file.parent) for file in files]
+    records = [(record, directory) for record, directory in found if record is not None]
     records.sort(key=lambda pair: (pair[0]["submitted"], pair[0]["id"]))
     states = _read_states([record["id"] for record, _ in records])
     jobs = []
@@ -93,20 +97,28 @@ def read_jobs(runs_dir: Path) -> list[Job]:
 
 
 def find_active(run_dirs: Sequence[Path]) -> dict[Path, str]:
-    """Runs whose last job waits or runs still, with its number and state.
+    """Runs whose last job waits or runs still, with its number and state; an unreadable record costs a warning.
 
     Args:
         run_dirs: where it is looked for.
     """
     files = {run_dir: run_dir / "slurm" / JOB_FILE for run_dir in run_dirs}
-    numbers = {
-        run_dir: str(json.loads(file.read_text(encoding="utf-8"))["id"])
-        for run_dir, file in files.items()
-        if file.is_file()
-    }
+    records = {run_dir: _read_record(file) for run_dir, file in files.items() if file.is_file()}
+    numbers = {run_dir: str(record["id"]) for run_dir, record in records.items() if record is not None}
     states = _read_states(list(numbers.values())) if numbers else {}
     known = {run_dir: (number, states.get(number, (UNKNOWN, ""))[0]) for run_dir, number in numbers.items()}
     return {run_dir: f"{number} ({state.lower()})" for run_dir, (number, state) in known.items() if _is_active(state)}
+
+
+def _read_record(file: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        types = {"id": str, "name": str, "submitted": float, "num_steps": int}
+        return {name: to_type(record[name]) for name, to_type in types.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        _LOGGER.warning("%s is no record of a job (%s): find the job with squeue, then remove the file", file, problem)
+        return None
 
 
 def find_jobs(jobs: Sequence[Job], names: Sequence[str]) -> list[Job]:
@@ -202,8 +214,16 @@ def _read_progress(metrics: Path) -> tuple[int | None, float | None]:
 
 
 def _count_restarts(starts: Path, number: str) -> int:
+    """A line that a full disk or a kill cut off is left out."""
     try:
-        records = [json.loads(line) for line in starts.read_text(encoding="utf-8").splitlines()]
+        lines = starts.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return 0
-    return max((record["restart_count"] for record in records if record["job"] == number), default=0)
+    counts = [0]
+    for line in lines:
+        try:
+            record = json.loads(line)
+            counts += [record["restart_count"]] if record["job"] == number else []
+        except (ValueError, KeyError, TypeError):
+            continue
+    return max(counts)

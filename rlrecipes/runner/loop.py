@@ -14,7 +14,7 @@ from rlrecipes.errors import Interrupted, Pruned
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.rollout.collector import Collection, Collector, CollectProgress
 from rlrecipes.rollout.evaluation import EvaluationResult, run_evaluation
-from rlrecipes.rollout.groups import GroupGenerator
+from rlrecipes.rollout.groups import GroupGenerator, check_weight_version
 from rlrecipes.rollout.metrics import compute_rollout_metrics
 from rlrecipes.runner.build import Inputs
 from rlrecipes.runner.checkpoint import CheckpointStore, RunState
@@ -100,6 +100,7 @@ class Loop:
             return self._step
         except (Interrupted, Pruned):
             if (self._step, self._is_evaluation_due) > self._saved:
+                await self._parts.turns.to_trainer(is_last=True)
                 await self._save()
             raise
 
@@ -122,6 +123,9 @@ class Loop:
         if self._step == 0:
             self._parts.tracker.log_metrics(0, metrics)
         await self._evaluate_if_due()
+        if self._saved[1]:  # or every further start from this checkpoint would evaluate it again
+            self._parts.store.confirm_evaluated(self._step)
+            self._saved = (self._step, False)
 
     async def _run_step(self) -> None:
         started_s = time.monotonic()
@@ -160,8 +164,11 @@ class Loop:
             raise RuntimeError("RL needs a collector and engines")
         serving.check_alive()
         resent_s = await self._make_engines_ready()
+        are_all_new = collector.num_waiting_groups == 0  # of a restored buffer, groups may outlive a smaller step
         with self._parts.system.phase("rollout"):
             collection, kv_use = await self._parts.stop.run(self._collect(collector, serving))
+        if are_all_new:
+            check_weight_version(collection.groups, self._weight_version)
         num_gpus = sum(engine.num_ranks for engine in serving.policy_engines)
         metrics = compute_rollout_metrics(collection, num_gpus=num_gpus, weight_version=self._weight_version)
         metrics |= {
@@ -310,6 +317,7 @@ class Loop:
         )
         with self._parts.system.phase("rollout"):
             result: EvaluationResult = await self._parts.stop.run(work)
+        check_weight_version(result.groups, self._weight_version)
         self._parts.tracker.log_rollouts(build_record(self._step, "eval", name, result.groups))
         self._parts.evaluations[self._step] = result.accuracy
         self._parts.progress.show(

@@ -7,22 +7,31 @@ from pathlib import Path
 
 from rlrecipes.data.reasoning_tasks import TaskSpec, run_write_tasks
 from rlrecipes.data.rows import RowKeys
+from rlrecipes.plan.lock import Lock, compute_fingerprint
 from rlrecipes.plan.nodes import Plan
 
 
-def run_preparation(plan: Plan, *, is_new: bool) -> None:
+def run_preparation(plan: Plan, *, is_new: bool, lock: Lock | None = None) -> None:
     """Write what the Plan says can be made and is not there.
 
     Args:
         plan: the Plan.
         is_new: whether no checkpoint depends on an initial model that is there; it is then made anew.
+        lock: of the run that goes on: task files that are what it says are left alone, whatever another version of the
+            package that made them would make of them.
 
     Raises:
         RecipeError: something cannot be made.
     """
-    write_tasks(plan)
+    if lock is None or not _has_data_of(lock, plan):
+        write_tasks(plan)
     if plan.model.is_random:
         _write_random_model(plan, is_new=is_new)
+
+
+def _has_data_of(lock: Lock, plan: Plan) -> bool:
+    paths = [Path(path) for path in (plan.data.train_path, plan.data.eval_path) if path is not None]
+    return all(path.is_file() and compute_fingerprint(path) == lock.data.get(str(path)) for path in paths)
 
 
 def write_tasks(plan: Plan) -> None:

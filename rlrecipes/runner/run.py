@@ -15,7 +15,7 @@ from rlrecipes.errors import ConfigError, Interrupted, Pruned, RecipeError, Weig
 from rlrecipes.plan.cluster import check_is_here
 from rlrecipes.plan.comparison import compare_plans
 from rlrecipes.plan.facts import find_obstacles
-from rlrecipes.plan.lock import build_lock, check_lock, read_lock, to_lock_path, write_lock
+from rlrecipes.plan.lock import Lock, build_lock, check_lock, read_lock, to_lock_path, write_lock
 from rlrecipes.plan.nodes import Plan, load_plan
 from rlrecipes.rollout.evaluation import EvaluationResult, run_evaluation
 from rlrecipes.runner.build import (
@@ -30,7 +30,7 @@ from rlrecipes.runner.build import (
 )
 from rlrecipes.runner.checkpoint import CheckpointStore, RunState, check_same_recipe
 from rlrecipes.runner.cluster import RayCluster, TrainerGroup
-from rlrecipes.runner.faults import RunLock, StopRequest
+from rlrecipes.runner.faults import RunLock, StopRequest, keeping_signal_handlers
 from rlrecipes.runner.loop import Loop, Parts
 from rlrecipes.runner.preparation import run_preparation, write_tasks
 from rlrecipes.runner.pruning import build_pruner
@@ -39,11 +39,14 @@ from rlrecipes.runner.readiness import check_is_ready
 from rlrecipes.runner.servers import Engine, Serving
 from rlrecipes.runner.training import Learner, build_objective
 from rlrecipes.runner.turns import GpuTurns
+from rlrecipes.tracking.log import read_records
+from rlrecipes.tracking.mlflow_sink import METRICS_FILE
 from rlrecipes.tracking.progress import build_progress
 from rlrecipes.tracking.sweeps import find_point
 from rlrecipes.tracking.tracker import RunStatus, Tracker
 
 _EXPORTED_STEP_FILE = ".hf_step"
+_PLAN_FILE = "plan.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +66,12 @@ class RunResult:
     hf_path: Path | None
 
 
-def run_plan(plan: Plan) -> RunResult:
+def run_plan(plan: Plan, stop: StopRequest | None = None) -> RunResult:
     """Train as the Plan says, resuming when its run directory holds a checkpoint.
 
     Args:
         plan: the Plan.
+        stop: takes the signals that come meanwhile, also those that come too late to stop it.
 
     Raises:
         InputError: a file, the run directory or this machine does not fit; nothing was started.
@@ -87,11 +91,14 @@ def run_plan(plan: Plan) -> RunResult:
             clients = ServedClients(plan)
             reward = build_plan_reward(plan, clients)
             build_objective(plan)  # a loss of the user's own that cannot be imported is told before anything starts
-            run_preparation(plan, is_new=state is None)
+            is_held_to_lock = state is not None and plan.resume != "accept_changes"
+            saved = read_lock(run_dir / _PLAN_FILE) if is_held_to_lock else None
+            run_preparation(plan, is_new=state is None, lock=saved)
             inputs = build_inputs(plan, reward, clients)
-            _lock(plan, run_dir, is_new=state is None)
+            _lock(plan, run_dir / _PLAN_FILE, saved)
             _write_plan(plan, run_dir)
-            return asyncio.run(_run(plan, inputs, store, checkpoint, state))
+            with keeping_signal_handlers():
+                return asyncio.run(_run(plan, inputs, store, checkpoint, state, stop or StopRequest()))
         hf_path = run_dir / "hf"
         return RunResult(run_dir, state.step, {}, hf_path if hf_path.is_dir() else None)
 
@@ -102,6 +109,7 @@ def _find_resume_point(plan: Plan, store: CheckpointStore) -> tuple[Path | None,
         if plan.resume == "required":
             fix = "start it without resume=required, or name the right run_dir"
             raise ConfigError("resume", f"{plan.run_dir} holds no checkpoint", fix)
+        _check_has_never_saved(Path(plan.run_dir) / METRICS_FILE)
         return None, None
     if plan.resume == "never":
         fix = "choose another name or run_dir, or set resume=auto"
@@ -109,6 +117,15 @@ def _find_resume_point(plan: Plan, store: CheckpointStore) -> tuple[Path | None,
     state = store.read_state(checkpoint)
     check_same_recipe(state.plan, plan, checkpoint)
     return checkpoint, state
+
+
+def _check_has_never_saved(metrics: Path) -> None:
+    """A run from the start forgets what was logged, which must not be what a lost checkpoint took hours for."""
+    records = read_records(metrics) if metrics.exists() else []
+    if any("time/checkpoint_s" in record.metrics for record in records):
+        problem = f"{metrics.parent} has metrics to step {records[-1].step} and no checkpoint any more"
+        fix = f"restore its checkpoints, choose another name, or remove {metrics} to start anew"
+        raise ConfigError("resume", problem, fix)
 
 
 def _is_finished(plan: Plan, state: RunState) -> bool:
@@ -128,24 +145,27 @@ def _read_exported_step(plan: Plan) -> int | None:
 def _write_plan(plan: Plan, run_dir: Path) -> None:
     draft = run_dir / ".plan.yaml"
     draft.write_text(plan.to_yaml(), encoding="utf-8")
-    draft.rename(run_dir / "plan.yaml")
+    draft.rename(run_dir / _PLAN_FILE)
 
 
-def _lock(plan: Plan, run_dir: Path, *, is_new: bool) -> None:
+def _lock(plan: Plan, plan_path: Path, saved: Lock | None) -> None:
     """A run that goes on must find the model and the data it began with."""
-    plan_path = run_dir / "plan.yaml"
-    lock, saved = build_lock(plan), None if is_new else read_lock(plan_path)
-    if saved is not None and plan.resume != "accept_changes":
+    lock = build_lock(plan)
+    if saved is not None:
         for note in check_lock(saved, lock, to_lock_path(plan_path)):
             print(f"  note: {note}", flush=True)
     write_lock(lock, plan_path)
 
 
 async def _run(
-    plan: Plan, inputs: Inputs, store: CheckpointStore, checkpoint: Path | None, state: RunState | None
+    plan: Plan,
+    inputs: Inputs,
+    store: CheckpointStore,
+    checkpoint: Path | None,
+    state: RunState | None,
+    stop: StopRequest,
 ) -> RunResult:
     step = state.step if state else 0
-    stop = StopRequest()
     async with AsyncExitStack() as stack:
         tracker = _start_tracker(plan, state, stack)
         system = stack.enter_context(build_system_sampler(plan))
@@ -315,7 +335,7 @@ def run_held_out_evaluation(plan: Plan) -> EvaluationResult:
         plan: the Plan.
 
     Raises:
-        ConfigError: nothing is held out.
+        ConfigError: nothing is held out, or another process uses the run directory.
         RunError: the engines failed.
     """
     check_is_here(plan)
@@ -329,7 +349,8 @@ def run_held_out_evaluation(plan: Plan) -> EvaluationResult:
     reward = build_plan_reward(plan, clients)
     write_tasks(plan)
     inputs = build_inputs(plan, reward, clients, should_train=False)
-    return asyncio.run(_evaluate(plan, inputs))
+    with RunLock(Path(plan.run_dir)), keeping_signal_handlers():
+        return asyncio.run(_evaluate(plan, inputs))
 
 
 async def _evaluate(plan: Plan, inputs: Inputs) -> EvaluationResult:

@@ -131,6 +131,8 @@ def _is_registered(study: Any, number: int, words: list[str], register: Callable
 
 
 def _tell(study: Any, number: int, point: Point, metric: str) -> None:
+    if point.state not in (PointState.FINISHED, PointState.FAILED, PointState.PRUNED):
+        return  # a signal came first; it runs again
     value = _read_last(Path(point.run_dir), metric) if point.state is PointState.FINISHED else None
     if value is None:
         states = import_optuna().trial.TrialState

@@ -28,6 +28,7 @@ from rlrecipes.plan.sbatch import NodeNeeds, SlurmConfig, find_option_problems, 
 from rlrecipes.plan.slurm import read_slurm_hosts
 from rlrecipes.runner.jobs import JOB_FILE, JOB_LOG, find_active
 from rlrecipes.runner.resolution import resolve_recipe
+from rlrecipes.tracking.log import write_atomically
 
 _WHERE = "hydra.launcher"
 _TIMEOUT_S = 60.0
@@ -164,7 +165,7 @@ def _to_jobs(
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_atomically(path, text.encode())
 
 
 def _ask_slurm(jobs: Sequence[_Job]) -> None:
@@ -192,12 +193,13 @@ def _submit(jobs: Sequence[_Job], max_parallel: int | None) -> None:
             raise RunError(f"sbatch {job.path}", done.stderr.strip() + before, "see `scontrol ping` and `sinfo`")
         number = done.stdout.strip().partition(";")[0]
         numbers.append(number)
-        for index, plan in enumerate(job.plans):
-            name = number if len(job.plans) == 1 else f"{number}_{index}"
+        names = [number if len(job.plans) == 1 else f"{number}_{index}" for index in range(len(job.plans))]
+        for name, plan in zip(names, job.plans, strict=True):  # told first: a full disk must not hide what SLURM took
+            print(f"{plan.name}: job {name}, run directory {plan.run_dir}", flush=True)
+        for name, plan in zip(names, job.plans, strict=True):
             record = {"id": name, "submitted": time.time(), "plan_hash": plan.hash, "script": str(job.path)}
             record |= {"name": plan.name, "num_steps": plan.schedule.num_steps}
             _write(Path(plan.run_dir) / "slurm" / JOB_FILE, json.dumps(record) + "\n")
-            print(f"{plan.name}: job {name}, run directory {plan.run_dir}")
     print("see them with `rlrecipes jobs`")
 
 

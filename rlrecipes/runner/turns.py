@@ -17,6 +17,7 @@ import asyncio
 import time
 
 from rlrecipes.engines.sglang.client import EngineClient
+from rlrecipes.errors import EngineError
 from rlrecipes.plan.nodes import Plan
 from rlrecipes.runner.cluster import TrainerGroup
 from rlrecipes.runner.servers import Engine, Serving
@@ -60,8 +61,11 @@ class GpuTurns:
         """Whether an engine is paused and without memory."""
         return receiver in self._asleep
 
-    async def put_engines_to_sleep(self) -> None:
+    async def put_engines_to_sleep(self, *, is_last: bool = False) -> None:
         """Have engines on shared GPUs end their requests, pause and give weights and KV cache back.
+
+        Args:
+            is_last: as of :meth:`to_trainer`.
 
         Raises:
             EngineError: one would not.
@@ -69,11 +73,15 @@ class GpuTurns:
         if not self._should_offload_engines:
             return
         engines = [engine.client for engine in self._sharing if engine.client not in self._asleep]
-        await asyncio.gather(*(_put_to_sleep(client) for client in engines))
+        await asyncio.gather(*(_put_to_sleep(client, is_last=is_last) for client in engines))
         self._asleep |= set(engines)
 
-    async def to_trainer(self) -> None:
+    async def to_trainer(self, *, is_last: bool = False) -> None:
         """Give the trainer its turn, unless it has it.
+
+        Args:
+            is_last: nobody asks the engines again: one that does not answer is let be, since what ends the run may have
+                ended it too, and a dead one has given its memory back.
 
         Raises:
             EngineError: an engine would not give its memory back.
@@ -82,7 +90,7 @@ class GpuTurns:
         if self._is_trainers_turn:
             return
         started_s = time.monotonic()
-        await self.put_engines_to_sleep()
+        await self.put_engines_to_sleep(is_last=is_last)
         if self._should_offload_trainer:
             await self._trainers.run("reload")
         self._is_trainers_turn = True
@@ -118,6 +126,10 @@ class GpuTurns:
         await asyncio.gather(*(client.resume_memory([tag]) for client in clients))
 
 
-async def _put_to_sleep(client: EngineClient) -> None:
-    await client.pause("abort")  # a request that comes meanwhile waits, where it would meet memory that is not there
-    await client.release_memory([_WEIGHTS, _CACHE])
+async def _put_to_sleep(client: EngineClient, *, is_last: bool) -> None:
+    try:
+        await client.pause("abort")  # a request that comes meanwhile waits, where it would meet memory not there
+        await client.release_memory([_WEIGHTS, _CACHE])
+    except EngineError:
+        if not is_last:
+            raise

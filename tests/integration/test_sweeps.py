@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
 
@@ -100,4 +102,23 @@ def test_points_run_side_by_side(shell):
     steps = [output.index(f"swept-{number}: step {step}/2") for number in (0, 1) for step in (1, 2)]
     assert steps[2] < steps[1] or steps[0] < steps[3]  # neither ended before the other began
     assert shell.metrics("swept-0")[1] != shell.metrics("swept-1")[1]
+    assert shell.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_jobs", [1, 2])
+def test_points_side_by_side_are_interrupted_in_order(shell, num_jobs):
+    side_by_side = ["hydra/launcher=joblib", f"hydra.launcher.n_jobs={num_jobs}"]
+    command = ["train", "-m", "seed=1,2,3", *RUN, "schedule.save_interval=500", *side_by_side]
+    process = shell.start(*command, "schedule.num_steps=500")
+    for number in range(num_jobs):
+        shell.wait_for_step(f"swept-{number}", 2, process)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    expected = ["interrupted"] * num_jobs + ["waiting"] * (3 - num_jobs)
+    assert states(shell) == {f"swept-{number}": state for number, state in enumerate(expected)}
+    for number in range(num_jobs):
+        assert list((shell.cwd / f"runs/swept-{number}/checkpoints").glob("step_*/state.json"))
     assert shell.leftovers() == []

@@ -41,7 +41,10 @@ def test_changed_data_is_refused_by_name(plan, tmp_path):
         check_lock(lock, build_lock(plan), to_lock_path(tmp_path / "plan.yaml"))
     (problem,) = caught.value.problems
     assert (problem.where, "train.jsonl is not the file it was" in problem.problem) == ("data", True)
-    assert "plan.lock.yaml" in problem.fix
+    assert "plan.lock.yaml" in problem.fix and "since then" not in problem.problem
+    older = lock.model_copy(update={"versions": lock.versions | {"reasoning-gym": "0.0.1"}})
+    with pytest.raises(ConfigError, match=r"not the file it was; since then reasoning-gym 0\.0\.1 is \S+ now"):
+        check_lock(older, build_lock(plan), to_lock_path(tmp_path / "plan.yaml"))
 
 
 def test_data_that_appeared_since_is_no_change(plan, tmp_path):

@@ -43,6 +43,10 @@ async def fill_disk(path):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def refuse_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def save(store, step, write=write_weights):
     return asyncio.run(store.save(state_at(step), write))
 
@@ -104,6 +108,19 @@ def test_a_damaged_state_says_where(tmp_path):
     (path / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"state\.json"):
         store.read_state(path)
+
+
+def test_an_evaluation_is_noted_without_touching_the_rest(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, num_kept=2)
+    due = state_at(1).model_copy(update={"is_evaluation_due": True})
+    path = asyncio.run(store.save(due, write_weights))
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left"):
+        patch.setattr("rlrecipes.tracking.log.os.fsync", refuse_disk)
+        store.confirm_evaluated(1)
+    assert store.read_state(path) == due
+    store.confirm_evaluated(1)
+    assert store.read_state(path) == state_at(1)
+    assert sorted(file.name for file in path.iterdir()) == ["state.json", "weights"]
 
 
 def test_the_same_step_can_be_saved_again(tmp_path):

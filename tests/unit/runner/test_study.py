@@ -28,7 +28,7 @@ class Sweep:
     def __init__(self, directory: Path) -> None:
         self.record = find_sweep(directory, "mine")
         self.directory, self.batches = directory, []
-        self.fails = self.dies = lambda words: False
+        self.fails = self.dies = self.stops = lambda words: False
 
     def register(self, words):
         if "algo=refused" in words:
@@ -42,6 +42,9 @@ class Sweep:
             if self.dies(words):
                 raise KeyboardInterrupt
             point = self.record.find(words)
+            if self.stops(words):
+                self.record.set_state(point, PointState.INTERRUPTED)
+                continue
             if self.fails(words):
                 self.record.set_state(point, PointState.FAILED, "why")
                 continue
@@ -122,6 +125,14 @@ def test_a_point_that_was_running_is_run_again_as_it_was(sweep):
     assert sweep.batches[3] == sweep.batches[2]
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 5
     assert len(sweep.record.read()) == 5
+
+
+def test_a_point_that_a_signal_stopped_is_run_again_as_it_was(sweep):
+    sweep.stops = lambda words: len(sweep.batches) == 2
+    assert [trial.state.name for trial in sweep.run(num_points=3).trials] == ["COMPLETE", "RUNNING", "COMPLETE"]
+    sweep.stops = lambda words: False
+    assert [trial.state.name for trial in sweep.run(num_points=3).trials] == ["COMPLETE"] * 3
+    assert sweep.batches[3] == sweep.batches[1]
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ class Work:
         self.num_waiting_groups = 0
         self.run_id = None
         self.saved = []
+        self.confirmed = []
         self.records = []
         self.logged = {}
 
@@ -164,6 +165,10 @@ class Work:
 
         await save_trainer(Path("saved"))
         self.saved.append((state.step, state.weight_version, state.is_evaluation_due))
+
+    def confirm_evaluated(self, step):
+        assert self.gpu.told.count("eval") == 1
+        self.confirmed.append(step)
 
     async def evaluate(self):
         assert not any(client.is_paused for client in self.clients)
@@ -268,6 +273,17 @@ def test_a_resumed_run_sends_its_weights_and_evaluates_what_is_due(monkeypatch):
     assert gpu.told.index("version 7") < gpu.told.index("eval") < gpu.told.index("rollout")
 
 
+def test_an_evaluation_made_up_is_noted_in_its_checkpoint(monkeypatch):
+    changes = ["schedule.num_steps=4", "schedule.save_interval=10"]
+    for step, strike in ((4, None), (3, ("rollout", 1))):  # the last one; a signal in the step after
+        _, _, work = run(monkeypatch, *BOTH, *changes, step=step, version=7, is_evaluation_due=True, strike=strike)
+        assert (work.confirmed, work.saved) == ([step], [])
+    _, _, work = run(monkeypatch, *BOTH, *changes, step=3, is_evaluation_due=True, strike=("eval", 1))
+    assert work.confirmed == []
+    _, _, work = run(monkeypatch, *BOTH, *changes, is_evaluation_due=True)  # before training there is no checkpoint
+    assert work.confirmed == []
+
+
 def test_a_run_that_has_nothing_left_but_its_export_ends_with_the_trainer_whole(monkeypatch):
     reached, gpu, work = run(monkeypatch, *BOTH, "schedule.num_steps=3", step=3, version=3)
     assert (reached, gpu.trainer, work.saved) == (3, WHOLE, [])
@@ -290,6 +306,23 @@ def test_a_signal_in_any_phase_leaves_a_checkpoint_of_the_whole_trainer(monkeypa
     assert reached is None
     assert work.saved == saved
     assert ("reload" in gpu.told[-2:]) == bool(saved)
+
+
+def test_a_signal_that_engines_die_of_leaves_a_checkpoint_too(monkeypatch):
+    gpu = Gpu()
+    dead, alive = Client(gpu, "dead "), Client(gpu, "alive ")
+    receive = StopRequest._receive
+
+    def strike(self, number):
+        dead.fails = True
+        dead.held.clear()
+        receive(self, number)
+
+    monkeypatch.setattr(StopRequest, "_receive", strike)
+    changes = ["schedule.num_steps=9", "schedule.save_interval=10"]
+    reached, gpu, work = run(monkeypatch, *BOTH, *changes, gpu=gpu, clients=[dead, alive], strike=("rollout", 2))
+    assert (reached, work.saved) == (None, [(1, 1, False)])
+    assert gpu.told[-3:] == ["alive release", "reload", "save_checkpoint"] and not alive.held
 
 
 def test_a_point_that_is_pruned_leaves_a_checkpoint_and_the_last_step_prunes_nothing(monkeypatch):
