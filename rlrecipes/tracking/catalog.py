@@ -149,10 +149,15 @@ TRAIN = (
     Metric(
         "train/clip_fraction", "fraction", "trained tokens whose ratio was clipped", "above 0.2: steps are too large"
     ),
-    Metric("train/approx_kl", "nats", "KL between old and new policy over the step", "above 0.1: steps are too large"),
+    Metric(
+        "train/approx_kl",
+        "nats",
+        "KL of the policy before each update from that of the old logprobs; 0 where the step's one update is its first",
+        "above 0.1: steps are too large",
+    ),
     Metric("train/ref_kl", "nats", "KL from the frozen reference", "rising: the policy leaves the reference"),
     Metric("train/entropy", "nats", "mean entropy of the policy's next token", "falling to 0: exploration has died"),
-    Metric("train/ratio_mean", "1", "mean of new over old probability", "should stay near 1"),
+    Metric("train/ratio_mean", "1", "mean of new over old probability before each update", "should stay near 1"),
     Metric("train/ratio_max", "1", "largest ratio of new over old probability", "large: a few tokens dominate"),
     Metric(
         "train/rollout_logprob_abs_diff_mean",
