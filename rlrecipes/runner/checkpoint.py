@@ -136,7 +136,7 @@ class CheckpointStore:
         latest = self.find_latest()
         kept = f"the last good one is {latest}" if latest else "there is no earlier one"
         free = shutil.disk_usage(self._root.parent).free >> 20
-        fix = f"free space ({free} MiB are left) and rerun the same command; {kept}"
+        fix = f"rerun the same command to resume, with more space if that is why ({free} MiB are left); {kept}"
         return CheckpointError(str(path), f"could not be written: {_find_cause(error)}", fix)
 
 

@@ -33,7 +33,7 @@ from rlrecipes.runner.reaper import DRIVER_VARIABLE
 os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"  # Ray's C++ core would take SIGTERM for a crash; read on import
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _NODES_TIMEOUT_S = 60.0
@@ -200,13 +200,11 @@ class RayCluster:
             TrainerError: some are not there in time, or are in use; says which, and why.
         """
         needs = self._plan.num_used_gpus
-        deadline = time.monotonic() + _NODES_TIMEOUT_S
-        while len(found := match_nodes(self._plan, nodes := ray.nodes())) < len(needs):
-            if time.monotonic() > deadline:
-                raise TrainerError("ray", _say_missing(self._plan, needs, found, nodes), _NODES_FIX)
-            await asyncio.sleep(1)
-        self._node_ids = {number: node["NodeID"] for number, node in found.items()}
-        await self._reserve(needs)
+        is_reserved = False
+        while not is_reserved:  # a node that has just died counts as alive for half a minute
+            found = await self._find_nodes(needs)
+            self._node_ids = {number: node["NodeID"] for number, node in found.items()}
+            is_reserved = await self._reserve(needs)
         own = ray.get_runtime_context().get_node_id()
         for number, node in found.items():
             address = node["NodeManagerAddress"]
@@ -217,14 +215,28 @@ class RayCluster:
             self._workers.append(worker)
             self.machines[number] = _RemoteMachine(address, worker)
 
-    async def _reserve(self, needs: Mapping[int, int]) -> None:
+    async def _find_nodes(self, needs: Mapping[int, int]) -> dict[int, Mapping[str, Any]]:
+        deadline = time.monotonic() + _NODES_TIMEOUT_S
+        while len(found := match_nodes(self._plan, nodes := ray.nodes())) < len(needs):
+            if time.monotonic() > deadline:
+                raise TrainerError("ray", _say_missing(self._plan, needs, found, nodes), _NODES_FIX)
+            await asyncio.sleep(1)
+        return found
+
+    async def _reserve(self, needs: Mapping[int, int]) -> bool:
+        """Whether all of it is ours; False when a node that was chosen turns out to be dead."""
         numbers = sorted(needs)
         bundles = [{"CPU": 1.0} | ({"GPU": float(needs[number])} if needs[number] else {}) for number in numbers]
         where = [{"ray.io/node-id": self._node_ids[number]} for number in numbers]
         group = placement_group(bundles, strategy="SPREAD", bundle_label_selector=where)
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), _PLACEMENT_TIMEOUT_S)
-        except TimeoutError as error:
+        ready = asyncio.wrap_future(group.ready().future())
+        deadline = time.monotonic() + _PLACEMENT_TIMEOUT_S
+        while not (await asyncio.wait([ready], timeout=1))[0]:
+            if not {node["NodeID"] for node in _alive(ray.nodes())}.issuperset(self._node_ids.values()):
+                remove_placement_group(group)
+                return False
+            if time.monotonic() < deadline:
+                continue
             free = ray._private.state.available_resources_per_node()
             says = [
                 f"{_name(self._plan, number)} needs {_to_words(bundle)}; free are {_to_words(own)}"
@@ -233,7 +245,9 @@ class RayCluster:
             ]
             problem = f"cannot place these in {_PLACEMENT_TIMEOUT_S:g} s: " + "; ".join(says or ["nobody says why"])
             fix = "wait for whoever uses them (`ray status` on the cluster), or use other machines"
-            raise TrainerError("ray", problem, fix) from error
+            raise TrainerError("ray", problem, fix)
+        ready.result()
+        return True
 
     def to_options(self, number: int) -> dict[str, Any]:
         """How Ray is told where a process runs.

@@ -142,6 +142,7 @@ class LineProgress(AbstractContextManager["LineProgress"]):
         self._write = write
         self._steps = StepClock(total_steps, clock)
         self._last_line = self._steps.now()
+        self._has_told_step = False
         self._tokens_per_s = 0.0
 
     def __exit__(self, *exception: object) -> None:
@@ -162,8 +163,9 @@ class LineProgress(AbstractContextManager["LineProgress"]):
         eta_s = self._steps.finish_step(step, step_s)
         parts = describe_step(metrics, self._tokens_per_s)
         line = f"step {step + 1}/{self._total_steps}: {', '.join(parts)}, {format_duration(eta_s)} left"
-        is_slow = step_s >= 1.0
-        self._write_seldom(line, should_force=is_slow or step + 1 == self._total_steps)
+        is_shown = step_s >= 1.0 or not self._has_told_step or step + 1 == self._total_steps
+        self._has_told_step = True
+        self._write_seldom(line, should_force=is_shown)
 
     def show(self, text: str) -> None:
         """See ``Progress``."""

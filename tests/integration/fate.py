@@ -50,6 +50,9 @@ class Fate(importlib.abc.MetaPathFinder):
             return wrapped(*arguments, **keywords)
 
         setattr(owner, name, struck)
+        for other in list(sys.modules.values()):  # of a warm command, which have imported it by name
+            if getattr(other, "__dict__", {}).get(name) is wrapped:
+                setattr(other, name, struck)
 
 
 if os.environ.get("FATE"):

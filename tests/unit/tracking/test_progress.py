@@ -57,11 +57,11 @@ def test_lines_inside_a_step_are_seldom(progress, lines, clock):
     assert len(lines) == 5 and lines[0] == "train: rollout: 19/100 prompts, 50 tokens/s, reward 0.250"
 
 
-def test_fast_steps_are_seldom_too_but_the_last_is_shown(progress, lines, clock):
+def test_fast_steps_are_seldom_too_but_the_first_and_the_last_are_shown(progress, lines, clock):
     for step in range(40):
         clock.now += 0.6
         progress.finish_step(step, {"sft/loss": 2.0, "time/step_s": 0.6})
-    assert [line.split(":")[1] for line in lines] == [" step 17/40", " step 34/40", " step 40/40"]
+    assert [line.split(":")[1] for line in lines] == [" step 1/40", " step 18/40", " step 35/40", " step 40/40"]
     assert lines[-1] == "train: step 40/40: loss 2.0000, 0.6 s/step, 0s left"
 
 
