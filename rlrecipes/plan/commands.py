@@ -64,7 +64,7 @@ def to_engine_command(
     if num_nodes > 1:
         native |= {"nnodes": num_nodes, "node_rank": node_rank, "dist_init_addr": "{dist_init_addr}"}
     elif group.engine == "sglang":
-        # Its own choice is out of the kernel's range and taken a minute later, when another process may have it.
+        # Its own choice is one of the kernel's ports, bound a minute later, when another process may have it.
         native["nccl_port"] = "{nccl_port}"
     return (*words, *to_flags(native | options))
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlrecipes.config.schema import ParallelConfig, PlacementKind, RunConfig, ServedModelConfig, ServerGroupConfig
+from rlrecipes.config.schema import ParallelConfig, PlacementKind, RunConfig, ServerGroupConfig
 from rlrecipes.errors import Problem
 from rlrecipes.plan.nodes import DeviceNode, HostNode
 
@@ -112,7 +112,7 @@ def count_engines(config: RunConfig, hosts: Sequence[HostNode]) -> dict[GroupKey
         config: the recipe.
         hosts: the cluster.
     """
-    models = _served_models(config).items()
+    models = config.asked_models.items()
     groups = {(name, key): group for name, model in models for key, group in model.server_groups.items()}
     started = {key: group for key, group in groups.items() if group.engine != "external"}
     counts = {key: len(group.urls) if key not in started else group.num_engines or 0 for key, group in groups.items()}
@@ -171,18 +171,13 @@ class _Pool:
         return ()
 
 
-def _served_models(config: RunConfig) -> Mapping[str, ServedModelConfig]:
-    """None of a run that asks nothing of them: it starts no engine, and keeps no GPU for one."""
-    return config.topology.served_models if config.needs_engines else {}
-
-
 def _is_colocated(group: ServerGroupConfig) -> bool:
     return group.placement == "colocated"
 
 
 def _engines(config: RunConfig, counts: Mapping[GroupKey, int]) -> Iterator[tuple[EngineKey, ServerGroupConfig]]:
     """Every engine that takes devices, in the order in which they take them."""
-    for model_name, model in _served_models(config).items():
+    for model_name, model in config.asked_models.items():
         keyed = []
         for order, (name, group) in enumerate(model.server_groups.items()):
             count = counts[model_name, name] if group.engine != "external" else 0
@@ -197,7 +192,7 @@ def _engines(config: RunConfig, counts: Mapping[GroupKey, int]) -> Iterator[tupl
 def _count_engine_devices(config: RunConfig, counts: Mapping[GroupKey, int]) -> dict[PlacementKind, int]:
     """Devices of all engines by their groups' placement, without listing any."""
     sums: dict[PlacementKind, int] = {"colocated": 0, "disaggregated": 0}
-    for model_name, model in _served_models(config).items():
+    for model_name, model in config.asked_models.items():
         for name, group in model.server_groups.items():
             if group.engine != "external":
                 sums[group.placement] += counts[model_name, name] * group.gpus_per_engine

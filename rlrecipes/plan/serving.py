@@ -19,11 +19,9 @@ def build_served_models(config: RunConfig, placement: Placement) -> tuple[Served
         config: the recipe, its rules kept.
         placement: of all its engines.
     """
-    if not config.needs_engines:
-        return ()
     indices = count()
     served = []
-    for name, model in config.topology.served_models.items():
+    for name, model in config.asked_models.items():
         has_encoders = any(group.worker_type == "encoder" for group in model.server_groups.values())
         groups = [
             _group(config, placement, name, group_name, group, indices, has_encoders=has_encoders)

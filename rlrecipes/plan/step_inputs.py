@@ -159,14 +159,14 @@ def to_step_inputs(
     """
     if config.topology.device == "cpu":
         return None
-    models = config.topology.served_models.values() if config.needs_engines else ()
+    models = config.asked_models.values()
     layout = _Layout(
         shapes=shapes,
         hosts=hosts,
         parallel=config.parallel,
         trainer_devices=placement.trainer,
         offloading=config.topology,
-        engine_groups=_engine_groups(config, placement) if config.needs_engines else (),
+        engine_groups=_engine_groups(config, placement),
         shares_gpus=any(group.placement == "colocated" for model in models for group in model.server_groups.values()),
         has_sharded_receivers=reaches_shards(config),
         num_gpus=len({device for devices in (placement.trainer, *placement.engines.values()) for device in devices}),
@@ -180,7 +180,7 @@ def reaches_shards(config: RunConfig) -> bool:
     Args:
         config: the recipe.
     """
-    updated = [model for model in config.topology.served_models.values() if model.is_updated and config.needs_engines]
+    updated = [model for model in config.asked_models.values() if model.is_updated]
     return any(_holds_shards(group) for model in updated for group in model.server_groups.values())
 
 
@@ -189,7 +189,7 @@ def _holds_shards(group: ServerGroupConfig | ServerGroupNode) -> bool:
 
 
 def _engine_groups(config: RunConfig, placement: Placement) -> tuple[EngineGroup, ...]:
-    model = config.topology.served_models.get(POLICY)
+    model = config.asked_models.get(POLICY)
     if model is None or model.num_joining_engines:
         return ()
     groups = {name: group for name, group in model.server_groups.items() if group.worker_type in _ANSWERING}

@@ -39,7 +39,7 @@ from rlrecipes.runner.readiness import check_is_ready
 from rlrecipes.runner.servers import Engine, Serving
 from rlrecipes.runner.training import Learner, build_objective
 from rlrecipes.runner.turns import GpuTurns
-from rlrecipes.tracking.log import read_records
+from rlrecipes.tracking.log import read_records, write_atomically
 from rlrecipes.tracking.mlflow_sink import METRICS_FILE
 from rlrecipes.tracking.progress import build_progress
 from rlrecipes.tracking.sweeps import find_point
@@ -96,7 +96,7 @@ def run_plan(plan: Plan, stop: StopRequest | None = None) -> RunResult:
             run_preparation(plan, is_new=state is None, lock=saved)
             inputs = build_inputs(plan, reward, clients)
             _lock(plan, run_dir / _PLAN_FILE, saved)
-            _write_plan(plan, run_dir)
+            write_atomically(run_dir / _PLAN_FILE, plan.to_yaml().encode())
             with keeping_signal_handlers():
                 return asyncio.run(_run(plan, inputs, store, checkpoint, state, stop or StopRequest()))
         hf_path = run_dir / "hf"
@@ -140,12 +140,6 @@ def _read_exported_step(plan: Plan) -> int | None:
         return int((Path(plan.run_dir) / _EXPORTED_STEP_FILE).read_text())
     except (OSError, ValueError):
         return None
-
-
-def _write_plan(plan: Plan, run_dir: Path) -> None:
-    draft = run_dir / ".plan.yaml"
-    draft.write_text(plan.to_yaml(), encoding="utf-8")
-    draft.rename(run_dir / _PLAN_FILE)
 
 
 def _lock(plan: Plan, plan_path: Path, saved: Lock | None) -> None:

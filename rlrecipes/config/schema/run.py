@@ -15,7 +15,7 @@ from rlrecipes.config.schema.parallel import ParallelConfig
 from rlrecipes.config.schema.rollout import RolloutConfig
 from rlrecipes.config.schema.schedule import PrunerConfig, ScheduleConfig, TrackingConfig, WeightSyncConfig
 from rlrecipes.config.schema.section import NonNegativeInt, Section
-from rlrecipes.config.schema.topology import TopologyConfig
+from rlrecipes.config.schema.topology import ServedModelConfig, TopologyConfig
 
 
 class RunConfig(Section):
@@ -52,6 +52,7 @@ class RunConfig(Section):
     """Stops bad points of a sweep early; null: none. Outside of a sweep it does nothing."""
 
     @property
-    def needs_engines(self) -> bool:
-        """Whether anything is asked of served models: SFT that evaluates nothing starts none."""
-        return isinstance(self.algo, RlConfig) or self.data.eval_path is not None
+    def asked_models(self) -> dict[str, ServedModelConfig]:
+        """The served models that the run asks; SFT that evaluates nothing asks none, and keeps no GPU for one."""
+        is_asking = isinstance(self.algo, RlConfig) or self.data.eval_path is not None
+        return self.topology.served_models if is_asking else {}

@@ -61,7 +61,7 @@ def test_after_a_run_signals_have_the_handlers_that_they_had_before(monkeypatch,
     recipe = compose(["name=mine", f"runs_dir={tmp_path}"])
     plan, given = resolve(recipe.config, HOSTS, recipe.origins), StopRequest()
     parts = ("check_is_ready", "ServedClients", "build_plan_reward", "build_objective", "run_preparation")
-    for part in (*parts, "build_inputs", "_lock", "_write_plan"):
+    for part in (*parts, "build_inputs", "_lock"):
         monkeypatch.setattr(run, part, lambda *_, **__: None)
 
     async def execute(*parts):
